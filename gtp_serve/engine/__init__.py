@@ -1,0 +1,1 @@
+"""The serving loop: scheduling (torch-free), model steps, and the process around them."""

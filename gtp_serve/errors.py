@@ -1,0 +1,172 @@
+"""Every error that gtp-serve raises on purpose, as one tree.
+
+    GtpServeError
+     |- UsageError             exit 2   a flag, a config value, a call that cannot mean anything
+     |- CheckpointError        exit 3   something on disk is not what it must be
+     |   |- CheckpointNotFound            no checkpoint at this path
+     |   |- CheckpointCorrupt             a file is short, damaged or lies about itself
+     |   |- PickleRefused                 a pickle names something outside the allow-list
+     |   |- LayoutMismatch                shapes, grids or saved arguments contradict one another
+     |   |- UnsupportedModel              a model that this server does not know
+     |   `- NoTokenizer                   text was asked for and no tokenizer is there
+     |- DoesNotFit             exit 4   weights or KV cache are larger than the memory given
+     |- EnvironmentFault       exit 5   the machine lacks something: a port, a package, a device
+     |- EngineFault            exit 6   an engine process died, stalled or cannot go on
+     `- RequestRejected        HTTP     a client's request that is answered with 4xx or 503
+         |- QueueFull          503
+         |- NotReady           503
+         |- ShuttingDown       503
+         `- PromptTooLong      400
+
+A message is one sentence that says what was seen; ``details`` are labelled lines that say what was needed
+and what to do.  ``str(error)`` joins them, so that nothing is lost where only a string survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Details = Sequence[tuple[str, str]]
+
+
+class GtpServeError(Exception):
+    """Root of the tree.
+
+    :param message: one sentence, no trailing full stop.
+    :param details: labelled lines, for example ``("try", "--tp 2")``.
+    :param code: short stable name that ``gtp-serve explain`` knows; defaults to the class's own.
+    """
+
+    default_code = "internal"
+    exit_code = 1
+
+    def __init__(self, message: str, details: Details = (), *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = tuple(details)
+        self.code = code or self.default_code
+
+    def __str__(self) -> str:
+        return "; ".join([self.message, *(f"{label}: {text}" for label, text in self.details)])
+
+
+class UsageError(GtpServeError):
+    """A flag, a configuration value or a call that cannot mean anything."""
+
+    default_code = "usage"
+    exit_code = 2
+
+
+class CheckpointError(GtpServeError):
+    """Something on disk is not what it must be."""
+
+    default_code = "ckpt"
+    exit_code = 3
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no checkpoint at the path."""
+
+    default_code = "ckpt-not-found"
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file is short, damaged or lies about itself."""
+
+    default_code = "ckpt-corrupt"
+
+
+class PickleRefused(CheckpointError):
+    """A pickle names something outside the allow-list; nothing of it was run."""
+
+    default_code = "ckpt-pickle"
+
+
+class LayoutMismatch(CheckpointError):
+    """Shapes, chunk grids or saved arguments contradict one another or the model."""
+
+    default_code = "ckpt-layout"
+
+
+class UnsupportedModel(CheckpointError):
+    """A model that this server does not know."""
+
+    default_code = "ckpt-unsupported"
+
+
+class NoTokenizer(CheckpointError):
+    """Text was asked for and no tokenizer is there."""
+
+    default_code = "no-tokenizer"
+
+
+class DoesNotFit(GtpServeError):
+    """Weights or KV cache are larger than the memory that was given."""
+
+    default_code = "too-big"
+    exit_code = 4
+
+
+class EnvironmentFault(GtpServeError):
+    """The machine lacks something: a port, a package, a device."""
+
+    default_code = "environment"
+    exit_code = 5
+
+
+class EngineFault(GtpServeError):
+    """An engine process died, stalled or cannot go on."""
+
+    default_code = "worker-died"
+    exit_code = 6
+
+
+class RequestRejected(GtpServeError):
+    """A client's request that is answered with an HTTP error and never reaches a model step.
+
+    :param param: dotted path of the field at fault, for example ``sampling_params.top_p``.
+    :param did_you_mean: the nearest field that exists, where a name was wrong.
+    """
+
+    default_code = "invalid-value"
+    http_status = 400
+
+    def __init__(
+        self,
+        message: str,
+        details: Details = (),
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        did_you_mean: str | None = None,
+    ) -> None:
+        super().__init__(message, details, code=code)
+        self.param = param
+        self.did_you_mean = did_you_mean
+
+
+class PromptTooLong(RequestRejected):
+    """Prompt plus new tokens do not fit the context or the KV cache."""
+
+    default_code = "prompt-too-long"
+
+
+class QueueFull(RequestRejected):
+    """The server holds as many waiting requests as it may."""
+
+    default_code = "queue-full"
+    http_status = 503
+
+
+class NotReady(RequestRejected):
+    """The engine is still starting."""
+
+    default_code = "not-ready"
+    http_status = 503
+
+
+class ShuttingDown(RequestRejected):
+    """The server is ending and takes no new requests."""
+
+    default_code = "shutting-down"
+    http_status = 503

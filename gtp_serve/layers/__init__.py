@@ -1,0 +1,1 @@
+"""Modules of the serving model; each states its spans."""

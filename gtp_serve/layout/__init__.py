@@ -1,0 +1,1 @@
+"""Integer geometry of stored and wanted tensors; torch-free."""

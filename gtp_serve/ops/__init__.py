@@ -1,0 +1,1 @@
+"""Functions on tensors: the reference in plain torch is the specification."""

@@ -1,0 +1,1 @@
+"""Moving weights into a live model: sources, plans and the one writer."""
