@@ -1,0 +1,59 @@
+# Every task in one place; `make help` lists them.  Needs python3 >= 3.11, pip and make.
+
+PYTHON ?= python3
+PORT ?= 30000
+DEMO ?= .demo
+MARK ?= not gpu
+TEST_ARGS ?=
+
+BIN := .venv/bin
+RESULTS := .test-results
+SOURCES := tests scripts .ci $(wildcard benchmarks/*.py examples/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv serve test test-gpu check fix golden bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) DEMO=$(DEMO) MARK='$(MARK)' TEST_ARGS='$(TEST_ARGS)'"
+	@echo "           TORCH_INDEX=URL takes torch from that package index (a CPU build, for example)"
+
+venv:  ## make or update .venv (does nothing when nothing has changed)
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "gtp-serve needs Python 3.11 or newer; '$(PYTHON)' is not installed. Try: make venv PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "gtp-serve needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make venv PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) scripts/make_venv.py
+
+serve: venv  ## serve a real model from a Megatron GTP checkpoint on the CPU (PORT=30000)
+	$(BIN)/gtp-serve demo $(DEMO)
+	$(BIN)/gtp-serve --ckpt $(DEMO)/megatron --device cpu --port $(PORT)
+
+test: venv check  ## all checks, then every test that needs no GPU
+	@rm -rf $(RESULTS) && mkdir -p $(RESULTS)
+	$(BIN)/python -m pytest -m "$(MARK)" --durations=10 --junitxml=$(RESULTS)/junit.xml $(TEST_ARGS)
+
+test-gpu: venv  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu --durations=10 $(TEST_ARGS)
+
+check: venv  ## format, lint, import ladder, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy -p gtp_serve
+	$(BIN)/mypy $(SOURCES)
+
+fix: venv  ## format and repair what ruff can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+golden: venv  ## rewrite tests/golden's recorded answers; look at the diff before you commit it
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden $(TEST_ARGS)
+
+bench: venv  ## run each benchmark
+	@set -e; ls benchmarks/*.py >/dev/null 2>&1 || { echo "benchmarks/ holds no benchmark"; exit 0; }; \
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## remove what the other tasks made, .venv and the demo model included
+	rm -rf .venv $(DEMO) $(RESULTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
