@@ -1,0 +1,145 @@
+"""The decoder-only transformer of all served families; what differs between them is in ``ModelConfig``.
+
+Legend: T tokens, S rows whose logits are wanted, D hidden, V vocabulary rows, N cache blocks of P positions,
+K KV heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gtp_serve.config import ModelConfig
+from gtp_serve.errors import UsageError
+from gtp_serve.layers.attention import Attention, Step
+from gtp_serve.layers.mlp import Mlp
+from gtp_serve.layers.norm import RMSNorm
+from gtp_serve.layers.parameter import targets_of
+from gtp_serve.layers.placement import Collective, Placement, SingleRank
+from gtp_serve.layers.rotary import Rotary
+from gtp_serve.layers.vocabulary import VocabularyTable
+from gtp_serve.models.moe import MoeBlock
+from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.reference import plan_attention
+from gtp_serve.refit.apply import Target
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each after a norm.
+
+    What a layer adds to the residual stream is handed on apart from it: addition and norm are one step.
+    """
+
+    def __init__(self, prefix: str, config: ModelConfig, placement: Placement) -> None:
+        size, eps = config.hidden_size, config.norm_eps
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, placement)
+        self.attention = Attention(f"{prefix}.self_attn", config, placement)
+        self.ffn_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, placement)
+        self.ffn = _feed_forward(f"{prefix}.mlp", config, placement)
+
+    def __call__(
+        self, x_TD: Tensor, delta_TD: Tensor | None, step: Step, keys_NPKE: Tensor, values_NPKE: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it."""
+        normed_TD, x_TD = self.input_norm.after_adding(x_TD, delta_TD)
+        mixed_TD = self.attention(normed_TD, step, keys_NPKE, values_NPKE)
+        normed_TD, x_TD = self.ffn_norm.after_adding(x_TD, mixed_TD)
+        return x_TD, self.ffn(normed_TD)
+
+    def targets(self) -> list[Target]:
+        """All parameters."""
+        return targets_of(self.input_norm, self.attention, self.ffn_norm, self.ffn)
+
+
+def _feed_forward(prefix: str, config: ModelConfig, placement: Placement) -> Mlp | MoeBlock:
+    if config.moe is not None:
+        return MoeBlock(prefix, config.hidden_size, config.moe, placement)
+    return Mlp(prefix, config.hidden_size, config.ffn_size, bias=config.mlp_bias, placement=placement)
+
+
+class Decoder:
+    """One rank's model.  Parameters start uninitialised: a plan fills ``targets()`` before ``forward``."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        self.config, self.placement = config, placement
+        self.embedding = VocabularyTable(
+            "model.embed_tokens.weight", config.vocab_rows, config.hidden_size, placement
+        )
+        self.layers = [
+            DecoderLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)
+        ]
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, placement)
+        self.head = (
+            self.embedding
+            if config.tied
+            else VocabularyTable("lm_head.weight", config.vocab_rows, config.hidden_size, placement)
+        )
+        self.rotary = Rotary(config.rope, config.head_dim, placement.device)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank: what its cache must hold."""
+        return self.layers[0].attention.kv_heads
+
+    def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Logits [S, V] float32 of ``batch.logit_rows_S``, the same on all ranks.
+
+        :param keys: for each layer the cache [N, P, K, E]; this step's keys are written at ``batch.slots_T``.
+        :param values: the same for values.
+        """
+        step = self._step(batch, block_size=keys[0].shape[1])
+        x_TD, delta_TD = self.embedding.embed(batch.token_ids_T), None
+        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+            x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values)
+        rows_S = batch.logit_rows_S
+        normed_SD, _ = self.norm.after_adding(x_TD[rows_S], None if delta_TD is None else delta_TD[rows_S])
+        return self.head.logits(normed_SD)
+
+    def _step(self, batch: Batch, block_size: int) -> Step:
+        cos_TR, sin_TR = self.rotary(batch.positions_T, self.placement.dtype)
+        segments = plan_attention(batch, block_size, self.config.sliding_window)
+        return Step(slots_T=batch.slots_T, cos_TR=cos_TR, sin_TR=sin_TR, segments=segments)
+
+    def targets(self) -> list[Target]:
+        """All parameters of this rank with their spans; a tied head is not a parameter of its own."""
+        return targets_of(self.embedding, *self.layers, self.norm, None if self.config.tied else self.head)
+
+
+def build_decoder(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    collective: Collective | None = None,
+) -> Decoder:
+    """One rank's decoder, its parameters allocated and not yet filled.
+
+    :param collective: joins the ranks; needed when ``tp_size`` is more than 1.
+    :raises UsageError: when the model cannot be cut for this many ranks, or ranks and collective disagree.
+    """
+    tp = SingleRank() if collective is None else collective
+    if (tp.rank, tp.size) != (tp_rank, tp_size):
+        raise UsageError(
+            f"rank {tp_rank} of {tp_size} was asked for with a collective that is rank {tp.rank} of {tp.size}"
+        )
+    try:
+        return Decoder(config, Placement(dtype=dtype, device=device, tp=tp))
+    except UsageError as refused:
+        fitting = ", ".join(map(str, possible_ranks(config)))
+        raise UsageError(refused.message, [("try", f"--tp with one of {fitting}")]) from refused
+
+
+def possible_ranks(config: ModelConfig) -> list[int]:
+    """Numbers of tensor-parallel ranks that the model can be cut for."""
+    moe = config.moe
+    sizes = [config.num_heads, *([moe.ffn_size, moe.shared_ffn_size] if moe else [config.ffn_size])]
+    return [
+        count
+        for count in range(1, config.num_heads + 1)
+        if not any(size % count for size in sizes)
+        and (config.num_kv_heads % count == 0 or count % config.num_kv_heads == 0)
+    ]

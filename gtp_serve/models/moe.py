@@ -1,0 +1,49 @@
+"""The mixture-of-experts feed-forward of Mixtral and Qwen3-MoE, under Qwen3-MoE's names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gtp_serve.config import MoeConfig
+from gtp_serve.layers.experts import Experts
+from gtp_serve.layers.linear import replicated_linear
+from gtp_serve.layers.mlp import Mlp
+from gtp_serve.layers.parameter import targets_of
+from gtp_serve.layers.placement import Placement
+from gtp_serve.ops import reference as ops
+from gtp_serve.refit.apply import Target
+
+
+class MoeBlock:
+    """Router, routed experts and, where the model has one, the shared expert; one all-reduce for all."""
+
+    def __init__(self, prefix: str, hidden_size: int, moe: MoeConfig, placement: Placement) -> None:
+        self.moe, self.tp = moe, placement.tp
+        self.router = replicated_linear(f"{prefix}.gate", moe.num_experts, hidden_size, placement)
+        self.experts = Experts(f"{prefix}.experts", hidden_size, moe, placement)
+        self.shared = (
+            Mlp(f"{prefix}.shared_expert", hidden_size, moe.shared_ffn_size, bias=False, placement=placement)
+            if moe.shared_ffn_size
+            else None
+        )
+        self.shared_gate = (
+            replicated_linear(f"{prefix}.shared_expert_gate", 1, hidden_size, placement)
+            if moe.shared_ffn_size and moe.shared_gate
+            else None
+        )
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, D]."""
+        weights_TC, experts_TC = ops.route(self.router(x_TD), self.moe.top_k, self.moe.normalise_top_k)
+        out_TD = self.experts.partial(x_TD, weights_TC, experts_TC)
+        if self.shared is not None:
+            out_TD = out_TD + self._shared(self.shared, x_TD)
+        return self.tp.all_reduce(out_TD)
+
+    def _shared(self, shared: Mlp, x_TD: Tensor) -> Tensor:
+        out_TD = shared.partial(x_TD)
+        return out_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * out_TD
+
+    def targets(self) -> list[Target]:
+        """All parameters."""
+        return targets_of(self.router, self.experts, self.shared, self.shared_gate)
