@@ -1,0 +1,244 @@
+"""Files of a checkpoint folder: which may be opened, how much of them is read, and views of their bytes.
+
+Rule for names found in files: one plain path component, a regular file, and (links followed) inside the
+folder's root.  Rule for sizes: whatever is read whole has a limit, whatever is mapped keeps the size it was
+checked with.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gtp_serve.errors import CheckpointCorrupt, CheckpointError
+
+#: Largest JSON file that is read: configuration, tokenizer configuration, shard index.
+MAX_JSON_BYTES = 64 * 1024**2
+#: Files that are mapped at one time; those beyond are read piece by piece, so that a process does not run out
+#: of descriptors.
+MAX_MAPPED_FILES = 512
+
+_LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
+_LFS_MAX_BYTES = 1024
+
+
+def file_size(path: Path, root: Path) -> int:
+    """Size in bytes of a regular file that may be read.
+
+    :param root: resolved folder that the file, links followed, must lie in.
+    :raises CheckpointCorrupt: when it is missing, not a regular file, empty, outside ``root``, or a git-LFS
+        pointer.
+    """
+    try:
+        real = path.resolve(strict=True)
+        info = real.stat()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+    if not stat.S_ISREG(info.st_mode):
+        raise CheckpointCorrupt(f"{path} is {_kind(info.st_mode)}, not a file")
+    if not real.is_relative_to(root):
+        raise CheckpointCorrupt(
+            f"{path} is a link that leaves the checkpoint folder",
+            [("allowed", f"links to files inside {root}")],
+        )
+    if info.st_size == 0:
+        raise CheckpointCorrupt(f"{path} is empty (0 bytes)", [("likely", "an interrupted copy or download")])
+    if info.st_size <= _LFS_MAX_BYTES and _head(path, len(_LFS_PREFIX)) == _LFS_PREFIX:
+        raise CheckpointCorrupt(
+            f"{path} is a git-LFS pointer of {info.st_size} bytes, not the file itself",
+            [("try", "git lfs pull")],
+        )
+    return info.st_size
+
+
+def child(folder: Path, name: object, named_by: str) -> Path:
+    """The path of a file that another file names.
+
+    :raises CheckpointCorrupt: unless ``name`` is one plain component.
+    """
+    plain = isinstance(name, str) and 0 < len(name) <= 255 and name not in (".", "..")
+    if not plain or any(c in str(name) for c in "/\\\0"):
+        raise CheckpointCorrupt(
+            f"{named_by} names the file {shown(name)}", [("needed", "a plain file name in the same folder")]
+        )
+    return folder / str(name)
+
+
+def read_whole(path: Path, root: Path, limit: int) -> bytes:
+    """All bytes of a file.
+
+    :raises CheckpointCorrupt: for what ``file_size`` refuses, and for a file above ``limit`` bytes.
+    """
+    size = file_size(path, root)
+    if size > limit:
+        raise CheckpointCorrupt(
+            f"{path} has {size} bytes", [("limit", f"{limit} bytes for a file of this kind")]
+        )
+    try:
+        with path.open("rb") as file:
+            data = file.read(size + 1)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+    if len(data) != size:
+        raise CheckpointCorrupt(f"{path} changed while it was read", [("expected", f"{size} bytes")])
+    return data
+
+
+def parse_json(data: bytes, file: str) -> Any:
+    """JSON in UTF-8 (a byte-order mark and CRLF are fine); a key that comes twice in one object is refused.
+
+    :raises CheckpointCorrupt: with the place of the fault.
+    """
+    try:
+        return json.loads(
+            data.decode("utf-8-sig"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+        )
+    except RecursionError:
+        raise CheckpointCorrupt(f"{file} is nested too deeply to be JSON of a checkpoint") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointCorrupt(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{file} is not valid JSON: {error}") from error
+
+
+def read_json(path: Path, root: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    :raises CheckpointCorrupt: as ``read_whole`` and ``parse_json``, and when it is not an object.
+    """
+    value = parse_json(read_whole(path, root, MAX_JSON_BYTES), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointCorrupt(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value from a file, cut to what fits in a message."""
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} comes twice in one object")
+    return result
+
+
+def _no_constant(text: str) -> float:
+    # transformers writes Infinity for some limits (time_step_limit); it is not JSON, and no value we read may
+    # be it
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    if len(text) > 40:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for test, name in kinds if test(mode)), "a device")
+
+
+def _head(path: Path, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+
+
+class FileViews:
+    """Byte ranges of a set of files, mapped where the system can and read otherwise.  Safe to use from
+    threads.
+
+    Maps are private copies-on-write: the views are writable, which is what a tensor library wants of a
+    buffer, and nothing that is written reaches the file.
+
+    :param sizes: each file with the size that its ranges were checked against.
+    """
+
+    def __init__(self, sizes: Mapping[Path, int]) -> None:
+        self._sizes = MappingProxyType(dict(sizes))
+        self._maps: dict[Path, memoryview | None] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def view(self, path: Path, start: int, length: int) -> memoryview:
+        """Bytes ``start .. start + length`` of a file.
+
+        :raises CheckpointCorrupt: when the file has not that many bytes any more.
+        """
+        size = self._sizes[path]
+        if start < 0 or length < 0 or start + length > size:
+            raise CheckpointCorrupt(f"{path} has {size} bytes, {start + length} are needed")
+        whole = self._whole(path)
+        return whole[start : start + length] if whole is not None else self._read(path, start, length)
+
+    def close(self) -> None:
+        """Forget the maps; each is unmapped once no view of it is left."""
+        with self._lock:
+            self._closed = True
+            self._maps.clear()
+
+    def _whole(self, path: Path) -> memoryview | None:
+        with self._lock:
+            if self._closed:
+                raise CheckpointError("the checkpoint has been closed")
+            if path not in self._maps:
+                crowded = sum(m is not None for m in self._maps.values()) >= MAX_MAPPED_FILES
+                self._maps[path] = None if crowded else self._map(path)
+            return self._maps[path]
+
+    def _map(self, path: Path) -> memoryview | None:
+        with self._open(path) as file:
+            for access in (mmap.ACCESS_COPY, mmap.ACCESS_READ):
+                try:
+                    return memoryview(mmap.mmap(file.fileno(), self._sizes[path], access=access))
+                except (OSError, ValueError):
+                    continue  # a file system without maps, or no address space left for a private one
+        return None
+
+    def _read(self, path: Path, start: int, length: int) -> memoryview:
+        buffer = memoryview(bytearray(length))
+        with self._open(path) as file:
+            file.seek(start)
+            done = 0
+            while done < length:
+                count = file.readinto(buffer[done:])
+                if not count:
+                    raise CheckpointCorrupt(f"{path} ends {length - done} bytes early")
+                done += count
+        return buffer
+
+    def _open(self, path: Path) -> Any:
+        try:
+            file = path.open("rb", buffering=0)
+            size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+        if size != self._sizes[path]:
+            file.close()
+            raise CheckpointCorrupt(
+                f"{path} has {size} bytes now",
+                [("expected", f"{self._sizes[path]} bytes, as when it was opened")],
+            )
+        return file
