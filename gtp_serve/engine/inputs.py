@@ -1,0 +1,46 @@
+"""From a StepPlan to tensors: the model's ``Batch`` and the sampler's rows."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from gtp_serve.engine.step import StepPlan
+from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.sampling import SamplingRows
+
+
+def build_batch(plan: StepPlan, device: str | torch.device) -> Batch:
+    """The plan's tokens, one sequence after another, with the rows whose logits are wanted."""
+    items = plan.items
+
+    def column(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    starts = (0, *accumulate(len(item.token_ids) for item in items))
+    widest = max(len(item.block_table) for item in items)
+    tables = [list(item.block_table) + [0] * (widest - len(item.block_table)) for item in items]
+    return Batch(
+        token_ids_T=column([token for item in items for token in item.token_ids]),
+        positions_T=column([at for item in items for at in item.positions]),
+        slots_T=column([slot for item in items for slot in item.slots(plan.block_size)]),
+        query_starts=starts,
+        context_lens=tuple(item.context_len for item in items),
+        block_tables_SB=torch.tensor(tables, dtype=torch.int64, device=device),
+        logit_rows_S=column([end - 1 for item, end in zip(items, starts[1:], strict=True) if item.sample]),
+    )
+
+
+def build_rows(plan: StepPlan) -> SamplingRows:
+    """Sampling parameters, one row for each of ``plan.samplers``."""
+    specs = [item.sample for item in plan.items if item.sample is not None]
+    return SamplingRows(
+        temperature=tuple(spec.temperature for spec in specs),
+        top_k=tuple(spec.top_k for spec in specs),
+        top_p=tuple(spec.top_p for spec in specs),
+        min_p=tuple(spec.min_p for spec in specs),
+        seed=tuple(spec.seed for spec in specs),
+        index=tuple(spec.index for spec in specs),
+        banned=tuple(spec.banned for spec in specs),
+    )

@@ -1,0 +1,108 @@
+"""The engine process as its parent sees it: started, listened to, waited for, killed.  No torch.
+
+stdout is inherited; stderr is passed on and its last lines are kept for the error that a death turns into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gtp_serve.errors import EngineFault, EnvironmentFault
+
+LINES_KEPT = 50
+_LINE_LIMIT = 500
+_STDERR = 2
+_LIKELY = {
+    signal.SIGKILL: "probably the kernel's out-of-memory killer",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a file that it had mapped was cut short, or shared memory ran out",
+    signal.SIGABRT: "native code gave up; its last words are below",
+}
+
+
+class WorkerProcess:
+    """A child process; make one with ``spawn``."""
+
+    def __init__(self, process: Process) -> None:
+        self.killed = False
+        """Whether ``kill`` was called: the death is no surprise then."""
+        self._process = process
+        self._tail: deque[str] = deque(maxlen=LINES_KEPT)
+        self._forwarder = asyncio.create_task(self._forward())
+
+    @classmethod
+    async def spawn(cls, argv: Sequence[str]) -> WorkerProcess:
+        """Start it.
+
+        :raises EnvironmentFault: when the command cannot be run.
+        """
+        try:
+            # stdin is a lifeline: nothing is ever written to it, and it closes when this process is gone.
+            process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stderr=PIPE)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the engine process cannot be started: {error}", [("command", " ".join(argv))]
+            ) from error
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Until it has ended: its exit code, or minus the signal that ended it."""
+        code = await self._process.wait()
+        # A grandchild may hold the pipe open for ever.
+        await asyncio.wait([self._forwarder], timeout=0.5)
+        self._forwarder.cancel()
+        return code
+
+    def kill(self) -> None:
+        """End it at once; it may have ended already."""
+        self.killed = True
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def fault(self, code: int, doing: str) -> EngineFault:
+        """What a death with this exit code means, in words."""
+        who = f"the engine process (pid {self.pid})"
+        details: list[tuple[str, str]] = []
+        if code >= 0:
+            seen = f"{who} ended with exit code {code} while {doing}"
+        else:
+            seen = f"{who} got signal {-code} while {doing}"
+            if -code in _LIKELY:
+                details.append(("likely", _LIKELY[signal.Signals(-code)]))
+            if -code == signal.SIGKILL:
+                details.append(("check", "dmesg -T | grep -i oom"))
+        if self._tail:
+            details.append(("last output", "\n".join(self._tail)))
+        return EngineFault(seen, details)
+
+    async def _forward(self) -> None:
+        assert self._process.stderr is not None  # it was asked for
+        line = b""
+        while chunk := await self._process.stderr.read(1 << 16):
+            _write_all(chunk)
+            *lines, line = (line + chunk).split(b"\n")
+            self._tail.extend(map(_text, lines))
+            line = line[-_LINE_LIMIT:]
+        if line:
+            self._tail.append(_text(line))
+
+
+def _text(line: bytes) -> str:
+    return line[-_LINE_LIMIT:].decode("utf-8", "replace").rstrip()
+
+
+def _write_all(data: bytes) -> None:
+    with suppress(OSError):  # our own stderr may be gone; the engine must not hang on that
+        while data:
+            data = data[os.write(_STDERR, data) :]

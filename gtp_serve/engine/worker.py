@@ -1,0 +1,221 @@
+"""The engine process: connect, build, then messages and steps in turn until told to stop or left alone.
+
+    Hello, Phase ..., Ready     { messages in -> one step -> Events out } ...     Stopped | Fatal
+
+It blocks for messages only when there is no work, ends with its parent whatever happens, and leaves signals
+from the terminal to the parent, which decides when and how to stop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import assert_never
+
+import zmq
+
+from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.messages import (
+    Abort,
+    Events,
+    FromWorker,
+    Hello,
+    Phase,
+    Ready,
+    Stats,
+    Stop,
+    Stopped,
+    Submit,
+    ToWorker,
+    decode_to_worker,
+    encode,
+    fatal,
+    rejected,
+)
+from gtp_serve.errors import EngineFault, GtpServeError, RequestRejected, ShuttingDown
+from gtp_serve.request import Request
+
+MESSAGES_IN_FLIGHT = 10_000
+"""Bound of each direction's queue; a sender at the bound waits."""
+_STATS_EVERY_SECONDS = 0.25
+_PARENT_CHECK_SECONDS = 0.5
+_LAST_WORDS_MS = 2000
+_PR_SET_PDEATHSIG = 1
+
+Build = Callable[[Callable[[Phase], None]], Engine]
+
+
+def run_worker(endpoint: str, build: Build) -> int:
+    """Serve one engine to the client that listens at ``endpoint``; returns the process's exit code.
+
+    :param build: makes the engine, reporting each phase through the function it is given; a GtpServeError
+        from it reaches the client as it is.
+    """
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with _Link(endpoint) as link:
+        link.send(Hello(pid=os.getpid()))
+        try:
+            engine = build(link.send)
+            link.send(Ready(facts=_facts(engine)))
+            _Loop(engine, link).run()
+        except GtpServeError as error:
+            link.send(fatal(error))
+            return error.exit_code
+        except Exception as error:
+            traceback.print_exc()
+            fault = EngineFault(f"the engine failed with {type(error).__name__}: {error}", code="internal")
+            link.send(fatal(fault))
+            return fault.exit_code
+        link.send(Stopped())
+    return 0
+
+
+class _Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, MESSAGES_IN_FLIGHT)
+        self._socket.setsockopt(zmq.RCVHWM, MESSAGES_IN_FLIGHT)
+        self._socket.connect(endpoint)
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(linger=_LAST_WORDS_MS)
+        self._context.term()
+
+    def send(self, message: FromWorker) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, *, block: bool) -> list[ToWorker]:
+        """What has come in; if told to, waits for the first message."""
+        messages: list[ToWorker] = []
+        if self._socket.poll(None if block else 0) == 0:
+            return messages
+        while len(messages) < MESSAGES_IN_FLIGHT:
+            try:
+                messages.append(decode_to_worker(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return messages
+
+
+class _Loop:
+    """Messages and steps in turn."""
+
+    def __init__(self, engine: Engine, link: _Link) -> None:
+        self._engine = engine
+        self._link = link
+        self._deadline: float | None = None
+        self._stats_sent = -1.0
+
+    def run(self) -> None:
+        """Until a Stop has been carried out.
+
+        :raises EngineFault: when the engine cannot go on.
+        """
+        self._send_stats()
+        while not self._finished():
+            self._handle_messages()
+            self._enforce_deadline()
+            if self._engine.has_work():
+                self._step()
+
+    def _finished(self) -> bool:
+        return self._deadline is not None and not self._engine.has_work()
+
+    def _handle_messages(self) -> None:
+        messages = self._link.receive(block=not self._engine.has_work())
+        for message in messages:
+            self._handle(message)
+        if messages and not self._engine.has_work():
+            self._send_stats()  # refusals change the numbers too
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Submit(requests=requests):
+                for request in requests:
+                    self._add(request)
+            case Abort(rids=rids):
+                for rid in rids:
+                    self._engine.abort(rid)
+            case Stop(drain_seconds=seconds):
+                deadline = time.monotonic() + seconds
+                self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+            case _:
+                assert_never(message)
+
+    def _add(self, request: Request) -> None:
+        try:
+            if self._deadline is not None:
+                raise ShuttingDown("the server is ending and takes no new requests")
+            self._engine.add(request)
+        except RequestRejected as error:
+            self._link.send(rejected(request.rid, error))
+
+    def _enforce_deadline(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._engine.abort_all("the server ended before this request was done", "shutting-down")
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        if events:
+            self._link.send(Events(events=tuple(events)))
+        due = time.monotonic() - self._stats_sent >= _STATS_EVERY_SECONDS
+        if due or not self._engine.has_work():
+            self._send_stats()
+
+    def _send_stats(self) -> None:
+        self._stats_sent = time.monotonic()
+        self._link.send(Stats(stats=self._engine.stats()))
+
+
+def _facts(engine: Engine) -> dict[str, str | int | float]:
+    config = engine.config
+    return {
+        "pid": os.getpid(),
+        "family": config.model.family,
+        "dtype": config.dtype,
+        "device": config.device,
+        "tp": config.tp,
+        "vocab_size": config.model.vocab_size,
+        "max_context": config.max_context,
+        "max_running": config.max_running,
+        "max_waiting": config.max_waiting,
+        "kv_blocks": config.cache.num_blocks,
+        "kv_block_size": config.cache.block_size,
+        "weight_version": config.weight_version,
+    }
+
+
+def _end_with_parent() -> None:
+    """Never outlive the client: by the kernel where it can (Linux), and by a watching thread anywhere."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch_parent, args=(parent,), name="watch-parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    # The client holds the other end of stdin and never writes: its end closes with the client, even with
+    # one that was gone before this process could ask who its parent is.
+    mode = os.fstat(0).st_mode
+    lifeline = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
+    while os.getppid() == parent:
+        readable, _, _ = select.select(lifeline, [], [], _PARENT_CHECK_SECONDS)
+        if readable and not os.read(0, 1):
+            break
+    os._exit(EngineFault.exit_code)

@@ -1,0 +1,52 @@
+"""The tensors of the paged KV cache; which block belongs to whom is ``kv.blocks``'s business.
+
+Legend: N blocks, B positions in a block, K KV heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gtp_serve.errors import DoesNotFit
+
+
+class KVPool:
+    """One K and one V tensor for each layer, ``[N, B, K, E]``, whose addresses never change.
+
+    :raises DoesNotFit: when the memory is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self._data = _allocate(shape, dtype, device)
+        self.keys: tuple[torch.Tensor, ...] = tuple(self._data[0].unbind(0))
+        self.values: tuple[torch.Tensor, ...] = tuple(self._data[1].unbind(0))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the pool takes."""
+        return self._data.numel() * self._data.element_size()
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    # Zeros, not empty: a kernel that reads a whole block and masks afterwards must never meet a NaN there.
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
+        raise DoesNotFit(
+            f"the KV cache of {shape[2]} blocks needs {gib:.1f} GiB on {device}, which are not free",
+            [("try", "fewer KV blocks or a shorter context")],
+        ) from error

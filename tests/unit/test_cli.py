@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gtp_serve import __version__
+from gtp_serve.errors import UsageError
+from gtp_serve.server import cli
+from gtp_serve.server.flags import ALIASES, FOREIGN
+from gtp_serve.server.options import ServeOptions, parse_size
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+BASE = ServeOptions(ckpt=Path("run"))
+
+MISTAKES = [
+    [],
+    ["--ckpt"],
+    ["--ckpt", "run", "--tp", "2"],
+    ["--ckpt", "run", "--prot", "8000"],
+    ["--ckpt", "run", "--maxrunning", "8"],
+    ["--ckpt", "run", "--xyzzy"],
+    ["--ckpt", "run", "--quantization", "fp8"],
+    ["--ckpt", "run", "--bf16"],
+    ["--ckpt", "run", "--pipeline-model-parallel-size", "2"],
+    ["--ckpt", "run", "--seed=3"],
+    ["--ckpt", "run", "--log-level", "loud"],
+    ["/ckpts/my-run"],
+    ["--ckpt", "run", "--port", "99999"],
+    ["--ckpt", "run", "--port", "-1"],
+    ["--ckpt", "run", "--context", "many"],
+    ["--ckpt", "run", "--dtype", "int8"],
+    ["--ckpt", "run", "--device", "tpu"],
+    ["--ckpt", "run", "--mem-fraction", "nan"],
+    ["--ckpt", "run", "--mem-fraction", "1.5"],
+    ["--ckpt", "run", "--kv-memory", "plenty"],
+    ["--ckpt", "run", "--drain-timeout", "inf"],
+    ["--ckpt", "run", "--tokenizer", "x", "--no-tokenizer"],
+]
+
+
+def options(*words: str) -> ServeOptions:
+    return cli.parse_serve(["--ckpt", "run", *words])
+
+
+def test_help_is_the_committed_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == (GOLDEN / "help.txt").read_text()
+
+
+def test_serve_and_no_word_have_one_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert capsys.readouterr().out == (GOLDEN / "help.txt").read_text()
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"gtp-serve {__version__}\n")
+
+
+def test_each_mistake_has_the_committed_answer_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    written = []
+    for words in MISTAKES:
+        assert cli.main(words) == 2
+        written.append(f"$ gtp-serve {' '.join(words)}\n{capsys.readouterr().err}")
+    assert "\n".join(written) == (GOLDEN / "usage-errors.txt").read_text()
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom gtp_serve.server.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'starlette', 'fastapi', 'uvicorn', 'msgspec', 'zmq', 'rich', 'tokenizers', 'orjson'}\n"
+        "sys.stderr.write(' '.join(sorted(heavy & set(sys.modules))))"
+    )
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        assert ran.stderr == ""
+    assert min(seconds) < 0.3
+
+
+def test_more_and_less_talk_exclude_each_other() -> None:
+    with pytest.raises(UsageError):
+        options("-v", "-q")
+
+
+def test_without_options_each_has_its_documented_default() -> None:
+    assert options() == BASE
+    assert (BASE.host, BASE.port, BASE.drain_timeout, BASE.tp) == ("127.0.0.1", 30000, 30.0, 1)
+
+
+def test_each_option_arrives_where_it_belongs() -> None:
+    given = options(
+        *(
+            "--iteration",
+            "7",
+            "--tokenizer",
+            "tok",
+            "--chat-template",
+            "t.jinja",
+            "--name",
+            "m",
+            "--dtype",
+            "bf16",
+        ),
+        *("--context", "128", "--device", "cpu", "--mem-fraction", "0.25", "--kv-memory", "2GiB"),
+        *(
+            "--max-running",
+            "3",
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "0",
+            "--drain-timeout",
+            "1.5",
+            "--log",
+            "json",
+            "-v",
+        ),
+        *("--saved-tp", "2", "--saved-gtp", "4", "--saved-etp", "1", "--saved-egtp", "8"),
+    )
+    assert (given.iteration, given.tokenizer, given.name, given.dtype) == (7, Path("tok"), "m", "bfloat16")
+    assert (given.context, given.device, given.mem_fraction, given.kv_memory) == (128, "cpu", 0.25, 2 << 30)
+    assert (given.max_running, given.host, given.port, given.drain_timeout) == (3, "0.0.0.0", 0, 1.5)
+    assert (given.log, given.verbosity, given.chat_template) == ("json", 1, Path("t.jinja"))
+    assert (given.saved.tp, given.saved.gtp, given.saved.etp, given.saved.egtp) == (2, 4, 1, 8)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_of_another_server_means_ours(alias: str) -> None:
+    value = {"--ckpt": "run", "--tp": "1", "--kv-memory": "1GiB", "--mem-fraction": "0.5"}.get(
+        ALIASES[alias], "9"
+    )
+    words = [] if ALIASES[alias] == "--no-tokenizer" else [value]
+    base = [] if ALIASES[alias] == "--ckpt" else ["--ckpt", "run"]
+    ours = cli.parse_serve([*base, ALIASES[alias], *words])
+    assert cli.parse_serve([*base, alias, *words]) == ours
+    if words:
+        assert cli.parse_serve([*base, f"{alias}={value}"]) == ours
+
+
+def test_silent_options_change_nothing_and_log_levels_become_ours() -> None:
+    assert options("--enforce-eager", "--disable-cuda-graph", "--use-checkpoint-args") == BASE
+    assert options("--log-level", "debug").verbosity == 1
+    assert options("--log-level=ERROR").verbosity == -1
+    assert options("--log-level", "info").verbosity == 0
+
+
+def test_no_alias_and_no_foreign_option_is_one_of_ours() -> None:
+    ours = {word for action in cli.build_serve_parser()._actions for word in action.option_strings}
+    assert not ours & {*ALIASES, *FOREIGN}
+    assert set(ALIASES.values()) <= ours
+    assert len(ours) <= 60
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4GiB", 4 << 30),
+        ("512M", 512 << 20),
+        ("2.5GB", 2_500_000_000),
+        ("1 kib", 1024),
+        ("3g", 3 << 30),
+    ],
+)
+def test_sizes_are_binary_but_for_the_decimal_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "1XB", "1e9", "nan", "4 Gi B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_size(text)
+
+
+def test_commands_are_imported_only_when_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Command:
+        @staticmethod
+        def add_arguments(parser: object) -> None: ...
+
+        @staticmethod
+        def run(args: object) -> int:
+            return 17
+
+    def load(name: str) -> type[Command]:
+        asked.append(name)
+        return Command
+
+    monkeypatch.setattr(cli.importlib, "import_module", load)
+    assert cli.main(["demo"]) == 17
+    assert asked == ["gtp_serve.server.demo"]
