@@ -1,0 +1,140 @@
+"""The HTTP application: which paths exist, and one error shape for whatever goes wrong on any of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gtp_serve import __version__
+from gtp_serve.errors import GtpServeError
+from gtp_serve.server.generate import PING_SECONDS, Generate
+from gtp_serve.server.http_errors import JsonResponse, error_response, plain_error
+from gtp_serve.server.metrics import CONTENT_TYPE, Metrics
+from gtp_serve.server.state import ServerState
+
+_CODES = {404: "not-found", 405: "method-not-allowed"}
+
+
+def build_app(
+    state: ServerState, metrics: Metrics, log: logging.Logger, *, ping_seconds: float = PING_SECONDS
+) -> Starlette:
+    """The application over a state that others move from starting to ready to stopping."""
+    status = _Status(state, metrics)
+    generate = Generate(state, metrics, log, ping=ping_seconds)
+    app = Starlette(
+        routes=[
+            Route("/generate", generate, methods=["POST", "PUT"]),
+            Route("/ready", status.ready),
+            Route("/health", status.health),
+            Route("/model_info", status.model_info),
+            Route("/get_model_info", status.model_info),
+            Route("/metrics", status.metrics),
+        ],
+        exception_handlers={
+            HTTPException: _http_exception,
+            GtpServeError: _own_error,
+            Exception: _Bug(log),
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Status:
+    """The routes that only read."""
+
+    def __init__(self, state: ServerState, metrics: Metrics) -> None:
+        self._state = state
+        self._metrics = metrics
+
+    async def ready(self, request: Request) -> Response:
+        """200 when a request would be taken."""
+        status = self._state.status()
+        if status["status"] == "ready":
+            return JsonResponse(status)
+        phase = f": {status['phase']}" if "phase" in status else ""
+        error = plain_error(
+            503, _not_ready(status["status"]), f"the server is {_words(status['status'])}{phase}"
+        )
+        return JsonResponse({**status, **error}, status_code=503, headers={"retry-after": "1"})
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine makes progress or has nothing to do."""
+        reason = self._state.health()
+        if reason is None:
+            return JsonResponse({"status": "healthy"})
+        return JsonResponse({"status": "unhealthy", **plain_error(503, "unhealthy", reason)}, status_code=503)
+
+    async def model_info(self, request: Request) -> Response:
+        """What is served; SGLang's keys and ours."""
+        serving = self._state.require_serving()
+        model, engine = serving.engine.model, serving.engine
+        version = serving.client.stats().weight_version or engine.weight_version
+        body: dict[str, Any] = {
+            "model_path": serving.name,
+            "served_model_name": serving.name,
+            "is_generation": True,
+            "weight_version": version,
+            "model_type": model.family,
+            "dtype": engine.dtype,
+            "device": engine.device,
+            "vocab_size": model.vocab_size,
+            "max_context": engine.max_context,
+            "eos_token_ids": list(model.eos_token_ids),
+            "has_tokenizer": serving.tokenizer is not None,
+            "server_version": __version__,
+        }
+        return JsonResponse(body | serving.facts)
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text."""
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _not_ready(status: str) -> str:
+    return {"failed": "worker-died", "stopping": "shutting-down"}.get(status, "not-ready")
+
+
+def _words(status: str) -> str:
+    return "without an engine" if status == "failed" else status
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (404, 405) in our shape; OPTIONS on a known path is answered with what it
+    allows.
+    """
+    if not isinstance(error, HTTPException):
+        raise error
+    headers = dict(error.headers or {})
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers=headers)
+    code = _CODES.get(error.status_code, "http-error")
+    message = {404: "there is nothing at this path", 405: "this path does not take this method"}.get(
+        error.status_code, error.detail
+    )
+    if error.status_code == 405 and "Allow" in headers:
+        message += f"; allowed: {headers['Allow']}"
+    return JsonResponse(
+        plain_error(error.status_code, code, message), status_code=error.status_code, headers=headers
+    )
+
+
+async def _own_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+class _Bug:
+    """Anything that nobody expected: 500 without a word of what it was; the log has it all."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+
+    async def __call__(self, request: Request, error: Exception) -> Response:
+        self._log.error("a request met a bug", exc_info=error)
+        return error_response(error)

@@ -1,0 +1,157 @@
+"""Reads a request's body and parses it as JSON, with every limit checked before it costs anything.
+
+Refused: too many bytes, too slow, not UTF-8, NaN and infinities, half surrogates, deep nesting, a double key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from gtp_serve.errors import RequestRejected
+
+MAX_BODY_BYTES = 32 << 20
+MAX_BODY_STRINGS = 100_000
+BODY_TIMEOUT_SECONDS = 60.0
+_MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
+"""A body up to this size is read to its end before it is refused: closing earlier would lose the answer."""
+
+
+class BodyTooLarge(RequestRejected):
+    """More bytes than a body may have."""
+
+    default_code = "body-too-large"
+    http_status = 413
+
+
+class BodyTooSlow(RequestRejected):
+    """The body did not arrive in time."""
+
+    default_code = "body-too-slow"
+    http_status = 408
+
+
+class WrongMediaType(RequestRejected):
+    """The body does not claim to be JSON."""
+
+    default_code = "wrong-media-type"
+    http_status = 415
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    :raises RequestRejected: with the reason; 408, 413 and 415 where they fit, else 400.
+    :raises ClientDisconnect: when the client left before the body was complete.
+    """
+    check_media_type(request.headers.get("content-type", ""))
+    raw = await _read_body(request)
+    return parse_json_object(raw)
+
+
+def check_media_type(content_type: str) -> None:
+    """JSON or nothing: a browser sends no JSON across origins unasked, so no foreign page can start work.
+
+    :raises WrongMediaType: for anything else.
+    """
+    media = content_type.partition(";")[0].strip().lower()
+    if media in ("", "application/json") or (media.startswith("application/") and media.endswith("+json")):
+        return
+    raise WrongMediaType(
+        f"content type '{media[:100]}' is not JSON", [("send", "content-type: application/json")]
+    )
+
+
+async def _read_body(request: Request) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and (len(length) > 18 or int(length) > _MAX_DISCARDED_BYTES):
+        raise _too_large()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            return await _collect(request)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_SECONDS:g} s") from None
+
+
+async def _collect(request: Request) -> bytes:
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > _MAX_DISCARDED_BYTES:
+            raise _too_large()
+        if size <= MAX_BODY_BYTES:
+            body += chunk
+    if size > MAX_BODY_BYTES:
+        raise _too_large()
+    return bytes(body)
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object, strictly.
+
+    :raises RequestRejected: naming what is wrong; never with bytes of the body in the message.
+    """
+    if not raw.strip():
+        raise RequestRejected("the body is empty", [("send", "a JSON object")], code="invalid-json")
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestRejected(f"the body is not valid JSON: {error}", code="invalid-json") from None
+    if not isinstance(value, dict):
+        kind = _JSON_NAMES.get(type(value), "something else")
+        raise RequestRejected(f"the body is {kind}, not a JSON object", code="invalid-json")
+    _refuse_double_keys(raw, value)
+    return value
+
+
+_JSON_NAMES = {
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def _refuse_double_keys(raw: bytes, value: dict[str, Any]) -> None:
+    """Parsers differ on which of two equal keys wins, so neither does.
+
+    The parser keeps one of them, so the body's count of keys is larger than the value's.  ``raw`` is valid
+    JSON here: with the escaped backslashes and then the escaped quotes taken out, quotes are exactly the
+    borders of strings.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    if plain.count(b'"') > 2 * MAX_BODY_STRINGS:
+        raise RequestRejected(f"the body has more than {MAX_BODY_STRINGS} strings", code="body-too-large")
+    parts = plain.split(b'"')
+    written = sum(1 for part in parts[2::2] if part.lstrip()[:1] == b":")
+    kept = Counter(_keys(value))
+    if written != kept.total():
+        names = Counter(
+            name for name, after in zip(parts[1::2], parts[2::2], strict=False) if after.lstrip()[:1] == b":"
+        )
+        double = next((n for n, count in names.items() if count > kept[n.decode("utf-8", "replace")]), b"")
+        shown = double.decode("utf-8", "replace")[:64]
+        raise RequestRejected(
+            f"the key '{shown}' comes twice in one object", code="duplicate-key", param=shown or None
+        )
+
+
+def _keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _keys(inner)
+    elif isinstance(value, list) and not set(map(type, value)).isdisjoint((dict, list)):
+        for inner in value:
+            yield from _keys(inner)

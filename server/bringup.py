@@ -1,0 +1,298 @@
+"""From a checkpoint path to a serving engine, phase by phase, while the HTTP side already answers.
+
+Imported by the serve command after its port is open: these imports (tokenizers, zmq, the loaders) take
+longer than a user should wait for the first answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from msgspec import structs
+
+from gtp_serve import __version__
+from gtp_serve.config import ModelConfig
+from gtp_serve.engine.client import EngineClient
+from gtp_serve.engine.messages import Phase
+from gtp_serve.errors import NoTokenizer, UsageError
+from gtp_serve.layout.huggingface import logical_tensors
+from gtp_serve.loaders import open_checkpoint
+from gtp_serve.loaders.checkpoint import Checkpoint
+from gtp_serve.loaders.facts import Facts, SavedOverrides
+from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
+from gtp_serve.loaders.tokenizer_files import TokenizerFiles, read_template, tokenizer_at
+from gtp_serve.server.budget import Budget, plan_memory
+from gtp_serve.server.hardware import Hardware, find_hardware
+from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv
+from gtp_serve.server.metrics import Metrics
+from gtp_serve.server.options import GIB, ServeOptions, format_gib
+from gtp_serve.server.startup import ReadyNote, Reporter
+from gtp_serve.server.state import ServerState, Serving
+
+_FIRST_TEXT = "2+2="
+_START_ENGINE = "start engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What the checkpoint is, read without a weight."""
+
+    model: ModelConfig
+    facts: Facts
+    files: TokenizerFiles | None
+    path: Path
+
+
+class Bringup:
+    """One start of the engine.  ``client`` is there from the moment the engine process runs."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        reporter: Reporter,
+        state: ServerState,
+        metrics: Metrics,
+        url: str,
+        started: float,
+    ) -> None:
+        self.client: EngineClient | None = None
+        self._options = options
+        self._reporter = reporter
+        self._state = state
+        self._metrics = metrics
+        self._url = url
+        self._started = started
+        self._tokenizer: Tokenizer | None = None
+        self._engine_started = started
+
+    async def run(self) -> EngineClient:
+        """Until the server is ready.
+
+        :raises GtpServeError: whatever is in the way, before any weight is read where that is possible.
+        """
+        options = self._options
+        hardware = await asyncio.to_thread(find_hardware)
+        self._reporter.title(_title(hardware))
+        with self._phase("read checkpoint index") as say:
+            found = await asyncio.to_thread(_look, options)
+            say(f"{found.facts.num_tensors} tensors, all shapes match")
+        self._reporter.fact("checkpoint", _checkpoint_lines(found))
+        with self._phase("read tokenizer") as say:
+            self._tokenizer = await asyncio.to_thread(_load_tokenizer, options, found)
+            say("none (--no-tokenizer)" if self._tokenizer is None else "tokenizer.json")
+        self._reporter.fact("tokenizer", [_tokenizer_line(options, found, self._tokenizer)])
+        model = _with_end_tokens(found.model, self._tokenizer)
+        budget = plan_memory(model, logical_tensors(model), options, hardware)
+        self._reporter.fact("memory", _memory_lines(budget))
+        for warning in found.facts.warnings:
+            self._reporter.line("WARNING", "checkpoint", {"says": warning})
+        return await self._start_engine(found, budget, hardware)
+
+    async def _start_engine(self, found: Found, budget: Budget, hardware: Hardware) -> EngineClient:
+        options = self._options
+        encoded = self._tokenizer.encode(_FIRST_TEXT) if self._tokenizer is not None else []
+        launch = Launch(
+            ckpt=absolute(options.ckpt),
+            iteration=options.iteration,
+            saved=options.saved,
+            engine=budget.engine,
+            threads=hardware.cores,
+            first_prompt=first_prompt_ids(
+                encoded, budget.engine.model.vocab_size, budget.engine.model.bos_token_id
+            ),
+        )
+        self._engine_started = time.monotonic()
+        self._on_phase(Phase(name=_START_ENGINE, state="running"))
+        client = await EngineClient.start(
+            launch_argv(launch, warnings=options.verbosity > 0), on_phase=self._on_phase
+        )
+        self.client = client
+        await client.wait_ready()
+        self._serve(client, found, budget)
+        return client
+
+    def _serve(self, client: EngineClient, found: Found, budget: Budget) -> None:
+        seconds = time.monotonic() - self._started
+        name = self._options.name or _default_name(self._options.ckpt)
+        facts = {"num_parameters": found.facts.parameters, "checkpoint_format": found.facts.format}
+        if found.facts.iteration is not None:
+            facts["iteration"] = found.facts.iteration
+        self._metrics.startup.labels("total").set(seconds)
+        self._state.set_serving(
+            Serving(client=client, engine=budget.engine, tokenizer=self._tokenizer, name=name, facts=facts)
+        )
+        self._reporter.ready(
+            ReadyNote(
+                seconds=seconds,
+                weight_version=budget.engine.weight_version,
+                url=self._url,
+                example=_example(self._url, with_text=self._tokenizer is not None),
+                drain_seconds=self._options.drain_timeout,
+            )
+        )
+
+    def _on_phase(self, phase: Phase) -> None:
+        if phase.name == "first token" and phase.state == "ok":
+            phase = Phase(
+                name=phase.name, state="ok", detail=self._show_token(phase.detail), seconds=phase.seconds
+            )
+        self._state.set_phase(phase)
+        self._reporter.phase(phase)
+        if phase.state == "ok":
+            self._metrics.startup.labels(phase.name.lower().replace(" ", "_")).set(phase.seconds)
+
+    def _finished(self, phase: Phase) -> Phase:
+        """What only this side knows: how long the process took to come up, and the first token's text."""
+        if phase.name == _START_ENGINE:
+            return structs.replace(phase, seconds=time.monotonic() - self._engine_started)
+        if phase.name == "first token":
+            return structs.replace(phase, detail=self._show_token(phase.detail))
+        return phase
+
+    def _show_token(self, token: str) -> str:
+        if self._tokenizer is None or not token.isdigit():
+            return f"id {token}"
+        text = self._tokenizer.decode([int(token)], skip_special_tokens=False)
+        return f"{_quote(_FIRST_TEXT)} -> {_quote(text)}"
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A phase of this process; what is said in it becomes its line's detail."""
+        started = time.monotonic()
+        said: list[str] = []
+        self._on_phase(Phase(name=name, state="running"))
+        try:
+            yield said.append
+        except BaseException:
+            self._on_phase(Phase(name=name, state="failed", seconds=time.monotonic() - started))
+            raise
+        self._on_phase(
+            Phase(name=name, state="ok", detail=" ".join(said), seconds=time.monotonic() - started)
+        )
+
+
+def _default_name(ckpt: Path) -> str:
+    """The folder's name; a Megatron iteration is named after its run."""
+    path = ckpt.absolute()
+    return path.parent.name if path.name.startswith("iter_") else path.name
+
+
+def _quote(text: str) -> str:
+    return '"' + "".join(char if char.isprintable() else "\ufffd" for char in text) + '"'
+
+
+def _look(options: ServeOptions) -> Found:
+    saved = SavedOverrides(
+        tp=options.saved.tp, gtp=options.saved.gtp, etp=options.saved.etp, egtp=options.saved.egtp
+    )
+    checkpoint: Checkpoint = open_checkpoint(options.ckpt, iteration=options.iteration, saved=saved)
+    try:
+        return Found(
+            model=checkpoint.config,
+            facts=checkpoint.facts,
+            files=checkpoint.tokenizer,
+            path=Path(checkpoint.path),
+        )
+    finally:
+        checkpoint.close()
+
+
+def _load_tokenizer(options: ServeOptions, found: Found) -> Tokenizer | None:
+    """The tokenizer that the options and the checkpoint lead to.
+
+    :raises NoTokenizer: when there is none and nobody said that none is wanted.
+    """
+    template = None
+    if options.chat_template is not None:
+        if not options.chat_template.is_file():
+            raise UsageError(f"--chat-template {options.chat_template} is not a file")
+        template = read_template(options.chat_template)
+    if options.no_tokenizer:
+        return None
+    files = tokenizer_at(options.tokenizer) if options.tokenizer is not None else found.files
+    if files is None:
+        saved = found.facts.saved_tokenizer
+        raise NoTokenizer(
+            "this checkpoint has no tokenizer" + (", and its saved path is not here" if saved else ""),
+            [
+                *([("saved as", saved)] if saved else []),
+                ("try", "--tokenizer /path/to/hf-folder, or --no-tokenizer (token ids only)"),
+            ],
+        )
+    return load_tokenizer(files, chat_template=template)
+
+
+def _with_end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model with the end tokens of its configuration and of its tokenizer, and a begin token if either
+    has one.
+    """
+    if tokenizer is None:
+        return model
+    ends = {token for token in (*model.eos_token_ids, *tokenizer.eos_token_ids) if token < model.vocab_size}
+    begin = model.bos_token_id if model.bos_token_id is not None else tokenizer.bos_token_id
+    return replace(model, eos_token_ids=tuple(sorted(ends)), bos_token_id=begin)
+
+
+def _title(hardware: Hardware) -> list[str]:
+    torch = hardware.torch
+    words = [f"gtp-serve {__version__}", f"torch {torch.version}" if torch is not None else "no torch"]
+    if hardware.gpus:
+        first = hardware.gpus[0]
+        words += [f"CUDA {torch.cuda if torch is not None else '?'}"]
+        words += [f"{len(hardware.gpus)} x {first.name} ({format_gib(first.memory.total)})"]
+    else:
+        words += [f"cpu ({hardware.cores} cores, {format_gib(hardware.ram.total)})"]
+    return words
+
+
+def _checkpoint_lines(found: Found) -> list[str]:
+    facts, model = found.facts, found.model
+    several = f"   (newest of {len(facts.iterations)} iterations)" if len(facts.iterations) > 1 else ""
+    if facts.iteration is not None and facts.iterations and facts.iteration != max(facts.iterations):
+        several = f"   (one of {len(facts.iterations)} iterations)"
+    saved = ""
+    if facts.format == "megatron":
+        grid = facts.saved
+        parts = [f"TP{grid.tp}", f"PP{grid.pp}", f"EP{grid.ep}", f"GTP{grid.gtp}"]
+        saved = f", saved with {' '.join(parts)}"
+    step = f", step {facts.iteration}" if facts.iteration is not None else ""
+    padding = f" (+{model.vocab_rows - model.vocab_size} pad)" if model.vocab_rows > model.vocab_size else ""
+    size = f"{facts.parameters / 1e9:.2f} B" if facts.parameters >= 1e8 else f"{facts.parameters / 1e6:.2f} M"
+    return [
+        f"{found.path}{several}",
+        f"{facts.format_text}{saved}{step}",
+        f"{model.family}  {model.num_layers} layers  {size} params  {model.dtype}"
+        f"  vocab {model.vocab_size}{padding}",
+    ]
+
+
+def _tokenizer_line(options: ServeOptions, found: Found, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "none: token ids only (--no-tokenizer)"
+    folder = options.tokenizer or (found.files.folder if found.files is not None else found.path)
+    chat = "chat template found" if tokenizer.has_chat_template else "no chat template"
+    return f"{folder}   (tokenizer.json, {chat})"
+
+
+def _memory_lines(budget: Budget) -> list[str]:
+    engine = budget.engine
+    weights, kv, work = (f"{part / GIB:.1f}" for part in (budget.weights, budget.kv, budget.work))
+    share = 100 * budget.needed / budget.memory.total if budget.memory.total else 0
+    sequences = budget.kv_tokens // engine.max_context
+    return [
+        f"weights {weights} + KV {kv} + work {work} = {budget.needed / GIB:.1f}"
+        f" of {format_gib(budget.memory.total)}  ({share:.0f}%), {engine.dtype} on {engine.device}",
+        f"KV fits {budget.kv_tokens:,} tokens = {sequences} sequences of {engine.max_context:,}",
+    ]
+
+
+def _example(url: str, *, with_text: bool) -> str:
+    prompt = '"text": "2+2="' if with_text else '"input_ids": [1, 2, 3]'
+    body = "{" + prompt + ', "sampling_params": {"max_new_tokens": 8}}'
+    return f"curl -s {url}/generate -H 'content-type: application/json' -d {shlex.quote(body)}"

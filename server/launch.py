@@ -1,0 +1,57 @@
+"""What the serve command tells its engine process: one JSON value on the command line.  No torch here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gtp_serve.config import EngineConfig
+from gtp_serve.server.options import SavedGrid
+
+ENGINE_MODULE = "gtp_serve.server.engine_process"
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the engine process needs to build its engine."""
+
+    ckpt: str
+    iteration: int | None
+    saved: SavedGrid
+    engine: EngineConfig
+    threads: int
+    """Of torch, and of the weight reader."""
+    first_prompt: tuple[int, ...]
+    """Ids of the prompt that proves, before the server is ready, that a token comes out."""
+
+
+def launch_argv(launch: Launch, *, warnings: bool = False) -> list[str]:
+    """The command that starts the engine process; the client adds ``--endpoint``.
+
+    :param warnings: let other packages' warnings through.
+    """
+    flags = ["-P"] if sys.flags.safe_path else []
+    flags += ["-O"] * sys.flags.optimize
+    flags += ["-W", "default"] if warnings else []
+    return [sys.executable, *flags, "-m", ENGINE_MODULE, "--launch", msgspec.json.encode(launch).decode()]
+
+
+def read_launch(text: str) -> Launch:
+    """The value that ``launch_argv`` wrote.
+
+    :raises msgspec.DecodeError: when it is none.
+    """
+    return msgspec.json.decode(text, type=Launch)
+
+
+def absolute(path: Path) -> str:
+    """A path that means the same in another process."""
+    return str(path.absolute())
+
+
+def first_prompt_ids(encoded: Sequence[int], vocab_size: int, bos: int | None) -> tuple[int, ...]:
+    """Ids for the first token: the encoded text if there is a tokenizer, else the begin token or id 0."""
+    ids = tuple(token for token in encoded if token < vocab_size)
+    return ids or ((bos,) if bos is not None and bos < vocab_size else (0,))

@@ -1,0 +1,98 @@
+"""Prometheus metrics, in a registry of their own.  Names are frozen by a test: renaming one breaks users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gtp_serve.server.state import ServerState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Otherwise each counter comes with a second series that says when the process began.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+Outcome = Literal["stop", "length", "abort", "client_gone", "refused", "error"]
+
+_TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """Counters that the routes move; the engine's gauges are read when they are asked for."""
+
+    def __init__(self, state: ServerState) -> None:
+        registry = CollectorRegistry(auto_describe=True)
+        self._registry = registry
+        self.prompt_tokens = Counter(
+            "gtp_serve_prompt_tokens", "Prompt tokens of requests that made a token", registry=registry
+        )
+        self.cached_prompt_tokens = Counter(
+            "gtp_serve_cached_prompt_tokens", "Of these, from the prefix cache", registry=registry
+        )
+        self.generation_tokens = Counter("gtp_serve_generation_tokens", "Tokens generated", registry=registry)
+        self.requests = Counter("gtp_serve_requests", "Ended requests", ["finish_reason"], registry=registry)
+        self.ttft = Histogram(
+            "gtp_serve_ttft_seconds", "From the request to its first token", buckets=_TTFT, registry=registry
+        )
+        self.itl = Histogram("gtp_serve_itl_seconds", "Between two tokens", buckets=_ITL, registry=registry)
+        self.e2e = Histogram(
+            "gtp_serve_e2e_seconds", "From the request to its last token", buckets=_E2E, registry=registry
+        )
+        self.startup = Gauge("gtp_serve_startup_seconds", "Start-up time", ["phase"], registry=registry)
+        registry.register(_EngineGauges(state))
+
+    def ended(self, outcome: Outcome, seconds: float | None = None) -> None:
+        """One sequence is over; ``seconds`` since its request came, when it was answered."""
+        self.requests.labels(outcome).inc()
+        if seconds is not None:
+            self.e2e.observe(seconds)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self._registry)
+
+
+class _EngineGauges(Collector):
+    """Gauges that live in the engine; absent until it serves."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: asked for when it is registered, and then nothing serves yet."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        serving = self._state.serving
+        if serving is None:
+            return
+        stats = serving.client.stats()
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield GaugeMetricFamily(
+            "gtp_serve_requests_running", "Sequences that hold KV blocks", value=stats.running
+        )
+        yield GaugeMetricFamily("gtp_serve_requests_waiting", "Sequences in the queue", value=stats.waiting)
+        yield GaugeMetricFamily("gtp_serve_kv_usage_ratio", "Share of KV blocks in use", value=used)
+        yield GaugeMetricFamily(
+            "gtp_serve_last_step_age_seconds",
+            "Seconds without a step while there is work",
+            value=stats.last_step_age_seconds,
+        )
+        version = GaugeMetricFamily(
+            "gtp_serve_weight_version_info", "Weights that serve", labels=["version", "source"]
+        )
+        version.add_metric([stats.weight_version or serving.engine.weight_version, "checkpoint"], 1)
+        yield version

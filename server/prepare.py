@@ -1,0 +1,174 @@
+"""From a checked call to the engine's requests: text to ids, stop strings to ids, lengths checked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gtp_serve.errors import PromptTooLong, RequestRejected
+from gtp_serve.request import Request, SamplingParams
+from gtp_serve.server.calls import Call, Prompt, Sampling
+from gtp_serve.server.reply import Reply
+from gtp_serve.server.schemas import MAX_SEED
+from gtp_serve.server.state import Serving
+from gtp_serve.server.text import TextTokenizer
+
+_LONG_TEXT = 2048
+"""Characters of a call from which tokenising leaves the event loop."""
+_CHARS_PER_TOKEN = 256
+"""No token stands for more characters, so a longer text cannot fit the context and is not tokenised at
+all.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One sequence to run and the reply that it fills."""
+
+    request: Request
+    reply: Reply
+
+
+async def prepare(call: Call, serving: Serving) -> list[Job]:
+    """A job for each prompt of the call.
+
+    :raises RequestRejected: for ids that do not exist, an empty or too long prompt, or text without a
+    tokenizer.
+    """
+    ids = await _encode_all(call.prompts, serving)
+    return [_job(call, prompt, ids[index], serving) for index, prompt in enumerate(call.prompts)]
+
+
+async def _encode_all(prompts: Sequence[Prompt], serving: Serving) -> list[tuple[int, ...]]:
+    """Ids of each prompt; equal neighbours (the ``n`` samples of a prompt) are encoded once."""
+    length = sum(len(prompt.text or "") for prompt in prompts)
+    if length > _LONG_TEXT:
+        return await asyncio.to_thread(_encode_each, prompts, serving)
+    return _encode_each(prompts, serving)
+
+
+def _encode_each(prompts: Sequence[Prompt], serving: Serving) -> list[tuple[int, ...]]:
+    result: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if prompt.sample > 0:
+            result.append(result[-1])
+        else:
+            result.append(_encode(prompt, serving))
+    return result
+
+
+def _encode(prompt: Prompt, serving: Serving) -> tuple[int, ...]:
+    vocab, context = serving.engine.model.vocab_size, serving.engine.max_context
+    if prompt.input_ids is not None:
+        if len(prompt.input_ids) >= context:
+            raise _too_long(len(prompt.input_ids), 1, context, "input_ids")
+        _check_ids(prompt.input_ids, vocab, "input_ids")
+        return prompt.input_ids
+    tokenizer = _require_tokenizer(serving, "text")
+    text = prompt.text or ""
+    if len(text) > context * _CHARS_PER_TOKEN:
+        raise PromptTooLong(
+            f"a text of {len(text)} characters cannot fit the context of {context} tokens", param="text"
+        )
+    ids = tuple(tokenizer.encode(text))
+    if not ids:
+        raise RequestRejected("the text has no tokens", code="empty-prompt", param="text")
+    if len(ids) >= context:
+        raise _too_long(len(ids), 1, context, "text")
+    _check_ids(ids, vocab, "text")
+    return ids
+
+
+def _require_tokenizer(serving: Serving, param: str) -> TextTokenizer:
+    if serving.tokenizer is None:
+        raise RequestRejected(
+            f"{param} needs a tokenizer, and this server has none",
+            [("send", "input_ids")],
+            code="no-tokenizer",
+            param=param,
+        )
+    return serving.tokenizer
+
+
+def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
+    if ids and max(ids) >= vocab:
+        at = next(index for index, token in enumerate(ids) if token >= vocab)
+        raise RequestRejected(
+            f"{param}[{at}] is {ids[at]}, which is no token id of this model",
+            [("possible", f"0 to {vocab - 1}")],
+            code="bad-token-id",
+            param=param,
+        )
+
+
+def _too_long(prompt: int, new: int, context: int, param: str) -> PromptTooLong:
+    room = context - prompt
+    advice = f"max_new_tokens of at most {room}" if room > 0 else f"a prompt of at most {context - 1} tokens"
+    return PromptTooLong(
+        f"{prompt} prompt tokens and {new} new ones are more than the context of {context} tokens",
+        [("try", advice)],
+        param=param,
+    )
+
+
+def _job(call: Call, prompt: Prompt, ids: tuple[int, ...], serving: Serving) -> Job:
+    sampling, context = prompt.sampling, serving.engine.max_context
+    new = sampling.max_new_tokens
+    if sampling.max_is_default:
+        new = max(min(new, context - len(ids)), sampling.min_new_tokens, 1)
+    if len(ids) + new > context:
+        raise _too_long(len(ids), new, context, "sampling_params.max_new_tokens")
+    _check_ids(sampling.stop_token_ids, serving.engine.model.vocab_size, "sampling_params.stop_token_ids")
+    hidden = _hidden_stops(sampling, serving)
+    request = Request(rid=prompt.rid, input_ids=ids, sampling=_engine_sampling(prompt, new, tuple(hidden)))
+    reply = Reply(
+        prompt,
+        ids,
+        serving.tokenizer,
+        hidden_stops=hidden,
+        text_in_logprobs=call.return_text_in_logprobs,
+        with_prompt_ids=call.return_prompt_token_ids,
+        weight_version=serving.engine.weight_version,
+    )
+    return Job(request=request, reply=reply)
+
+
+def _hidden_stops(sampling: Sampling, serving: Serving) -> dict[int, str]:
+    """Stop strings that are one special token: the text never shows them, so the engine must stop at their
+    ids.
+    """
+    if not sampling.stop:
+        return {}
+    tokenizer = _require_tokenizer(serving, "sampling_params.stop")
+    found: dict[int, str] = {}
+    for stop in sampling.stop:
+        ids = tokenizer.encode(stop, add_special_tokens=False)
+        if len(ids) == 1 and ids[0] in tokenizer.special_ids and ids[0] < serving.engine.model.vocab_size:
+            found[ids[0]] = stop
+    return found
+
+
+def _engine_sampling(prompt: Prompt, new: int, hidden: tuple[int, ...]) -> SamplingParams:
+    sampling = prompt.sampling
+    return SamplingParams(
+        max_new_tokens=new,
+        min_new_tokens=sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=_seed(sampling.sampling_seed, prompt.sample),
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hidden))),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _seed(seed: int | None, sample: int) -> int:
+    """The n replies of one seeded prompt use consecutive seeds, so that they differ and each can be asked
+    for alone.
+    """
+    if seed is None:
+        return int.from_bytes(os.urandom(8), "little") >> 1
+    return (seed + sample) % (MAX_SEED + 1)

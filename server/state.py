@@ -1,0 +1,155 @@
+"""What the HTTP process knows about itself: the start-up phase, the engine, the calls in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from gtp_serve.config import EngineConfig
+from gtp_serve.engine.messages import EngineStats, Phase
+from gtp_serve.errors import EngineFault, GtpServeError, NotReady, ShuttingDown
+from gtp_serve.request import Request, TokenEvent
+from gtp_serve.server.http_errors import Conflict
+from gtp_serve.server.text import TextTokenizer
+
+STALLED_SECONDS = 60.0
+"""Without a step for so long while there is work, the engine counts as stuck."""
+
+
+class Client(Protocol):
+    """What the routes need of ``engine.client.EngineClient``."""
+
+    @property
+    def state(self) -> Literal["starting", "ready", "stopping", "dead"]:
+        """Where the engine process is in its life."""
+        ...
+
+    def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Start a request; closing the iterator aborts it."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The newest numbers."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """Everything that a request needs once the engine is ready."""
+
+    client: Client
+    engine: EngineConfig
+    tokenizer: TextTokenizer | None
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Further lines of ``/model_info``."""
+
+
+class ServerState:
+    """One per process, used only on the event loop.
+
+    starting --set_serving--> ready --begin_stop--> stopping; ``fault`` is set when the engine is lost.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._phase = Phase(name="starting", state="running")
+        self._serving: Serving | None = None
+        self._rids: set[str] = set()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.stopping = False
+        self.fault: GtpServeError | None = None
+
+    @property
+    def serving(self) -> Serving | None:
+        """What serves, also while stopping."""
+        return self._serving
+
+    @property
+    def num_calls(self) -> int:
+        """Calls whose answer is not complete."""
+        return self._calls
+
+    def set_phase(self, phase: Phase) -> None:
+        """A start-up phase made progress."""
+        self._phase = phase
+
+    def set_serving(self, serving: Serving) -> None:
+        """The engine is ready."""
+        self._serving = serving
+
+    def status(self) -> dict[str, Any]:
+        """``/ready``'s body: where the server is in its life."""
+        if self.fault is not None or (self._serving is not None and self._serving.client.state == "dead"):
+            return {"status": "failed"}
+        if self.stopping:
+            return {"status": "stopping", "running": self._calls}
+        if self._serving is None:
+            return {"status": "starting", **self._phase_body()}
+        return {"status": "ready"}
+
+    def _phase_body(self) -> dict[str, Any]:
+        phase = self._phase
+        body: dict[str, Any] = {"phase": phase.name, "seconds": round(self._clock() - self._started, 3)}
+        if phase.total:
+            body |= {"done": phase.done, "total": phase.total}
+        return body
+
+    def require_serving(self) -> Serving:
+        """What serves.
+
+        :raises NotReady: while starting.
+        :raises ShuttingDown: while stopping.
+        :raises EngineFault: without an engine.
+        """
+        status = self.status()["status"]
+        if status == "failed":
+            raise EngineFault("the engine has ended")
+        if status == "stopping":
+            raise ShuttingDown("the server is stopping and takes no new requests")
+        if self._serving is None:
+            raise NotReady(f"the server is starting: {self._phase.name}")
+        return self._serving
+
+    def health(self) -> str | None:
+        """Why the server cannot make progress, or None when it can."""
+        status = self.status()["status"]
+        if status == "failed":
+            return "the engine has ended"
+        if self._serving is None:
+            return f"the server is starting: {self._phase.name}"
+        age = self._serving.client.stats().last_step_age_seconds
+        if age > STALLED_SECONDS:
+            return f"the engine has made no step for {age:.0f} s though it has work"
+        return None
+
+    @contextmanager
+    def call(self, rids: Sequence[str]) -> Iterator[None]:
+        """A call in progress, from admission until its answer is complete.
+
+        :raises Conflict: when one of the names is in use.
+        """
+        for rid in rids:
+            if rid in self._rids:
+                raise Conflict(f"a request with rid '{rid}' is running", code="duplicate-rid", param="rid")
+        self._rids.update(rids)
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._rids.difference_update(rids)
+            self._calls -= 1
+            if self._calls == 0:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Until no call is in progress."""
+        await self._idle.wait()

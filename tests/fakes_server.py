@@ -1,0 +1,187 @@
+"""An engine client that answers from a script, and a real HTTP server around it on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig
+from gtp_serve.engine.messages import EngineStats
+from gtp_serve.errors import EngineFault, RequestRejected
+from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
+from gtp_serve.loaders.tokenizer_files import tokenizer_at
+from gtp_serve.request import FinishReason, Request, TokenEvent
+from gtp_serve.server.app import build_app
+from gtp_serve.server.http_server import build_server
+from gtp_serve.server.metrics import Metrics
+from gtp_serve.server.ports import bind, url_of
+from gtp_serve.server.state import ServerState, Serving
+
+DATA = Path(__file__).parent / "data"
+EOS = 2
+
+Script = Callable[[Request], Sequence[int]]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes (ids 3 to 258), a few merges, special ids 0, 1, 2 (2 ends a sequence)."""
+    return load_tokenizer(tokenizer_at(DATA / "tokenizer"))
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """Ids of single bytes in that tokenizer, whatever character they are in."""
+    return [3 + byte for byte in data]
+
+
+def echo(request: Request) -> Sequence[int]:
+    """A reply that repeats the prompt."""
+    return request.input_ids
+
+
+@dataclass(kw_only=True)
+class FakeClient:
+    """Answers by script: a token a step, an end token or the length ends it."""
+
+    script: Script = echo
+    delay: float = 0.0
+    """Seconds before each token."""
+    hold: bool = False
+    """Never answer."""
+    die_after: int | None = None
+    """Tokens until the engine is gone."""
+    reject: RequestRejected | None = None
+    finish: FinishReason | None = None
+    """Instead of the natural end."""
+    logprob: float = -0.5
+    state: Literal["starting", "ready", "stopping", "dead"] = "ready"
+    age: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.running), kv_blocks_total=10, kv_blocks_used=1, last_step_age_seconds=self.age
+        )
+
+    async def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        if self.reject is not None:
+            raise self.reject
+        self.running.add(request.rid)
+        ended = False
+        try:
+            async for event in self._events(request):
+                ended = event.finish is not None
+                yield event
+        finally:
+            self.running.discard(request.rid)
+            if not ended:
+                self.aborted.append(request.rid)
+
+    async def _events(self, request: Request) -> AsyncIterator[TokenEvent]:
+        sampling = request.sampling
+        tokens = list(self.script(request))[: sampling.max_new_tokens]
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        for index, token in enumerate(tokens):
+            await asyncio.sleep(3600 if self.hold else self.delay)
+            if self.die_after == index:
+                self.state = "dead"
+                raise EngineFault("the engine process (pid 1) got signal 9 while serving")
+            finish = self._finish(request, index, token in ends, index == len(tokens) - 1)
+            yield TokenEvent(
+                rid=request.rid,
+                token_ids=(token,),
+                logprobs=(self.logprob,),
+                weight_version="0",
+                finish=finish,
+            )
+            if finish is not None:
+                return
+
+    def _finish(self, request: Request, index: int, stops: bool, last: bool) -> FinishReason | None:
+        if last and self.finish is not None:
+            return self.finish
+        if stops and index >= request.sampling.min_new_tokens:
+            return FinishReason(type="stop", matched=request.input_ids and self.script(request)[index])
+        return FinishReason(type="length") if last else None
+
+
+def engine_config(*, vocab: int = 273, context: int = 4096) -> EngineConfig:
+    """A model that does not exist, with the fake tokenizer's vocabulary."""
+    model = ModelConfig(
+        family="llama",
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=32,
+        vocab_size=vocab,
+        vocab_rows=vocab,
+        eos_token_ids=(EOS,),
+    )
+    return EngineConfig(model=model, cache=CacheConfig(num_blocks=10), dtype="float32", max_context=context)
+
+
+@dataclass(kw_only=True)
+class FakeServer:
+    """What a test needs of a running server."""
+
+    http: httpx.AsyncClient
+    url: str
+    state: ServerState
+    client: FakeClient
+    log: list[dict[str, Any]]
+
+    async def generate(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/generate", json=body)
+
+
+class _Collect(logging.Handler):
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append({"message": record.getMessage(), **getattr(record, "fields", {})})
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    client: FakeClient | None = None,
+    *,
+    tokenizer: Tokenizer | None | Literal["bytes"] = "bytes",
+    ready: bool = True,
+    context: int = 4096,
+    ping: float = 15.0,
+) -> AsyncIterator[FakeServer]:
+    """A server on a free port around a fake engine."""
+    client = client if client is not None else FakeClient()
+    state = ServerState()
+    lines: list[dict[str, Any]] = []
+    log = logging.Logger("test")
+    log.addHandler(_Collect(lines))
+    if ready:
+        loaded = byte_tokenizer() if tokenizer == "bytes" else tokenizer
+        state.set_serving(
+            Serving(client=client, engine=engine_config(context=context), tokenizer=loaded, name="fake")
+        )
+    with contextlib.closing(bind("127.0.0.1", 0)) as listener:
+        server = build_server(build_app(state, Metrics(state), log, ping_seconds=ping))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.up.wait()
+        try:
+            async with httpx.AsyncClient(
+                base_url=url_of(listener), timeout=10, trust_env=False, verify=False
+            ) as http:
+                yield FakeServer(http=http, url=url_of(listener), state=state, client=client, log=lines)
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, 10)
