@@ -25,7 +25,8 @@ from gtp_serve.loaders.facts import Facts
 from gtp_serve.loaders.files import FileViews, shown
 from gtp_serve.loaders.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from gtp_serve.loaders.limits import MAX_SIZE, check_limits
-from gtp_serve.refit.plan import ITEM_BYTES, build_plan
+from gtp_serve.loaders.whole_tensors import Found, check_complete
+from gtp_serve.refit.plan import ITEM_BYTES
 
 _TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _LAYER = {
@@ -116,7 +117,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     views = FileViews({header.path: header.size})
     try:
         source = GgufSource(header, names, config, views)
-        build_plan(source.shards(), [], logical_tensors(config))
+        found = {name: Found(key, header.tensors[key].shape, path) for key, name in names.items()}
+        check_complete(found, logical_tensors(config), path)
     except BaseException:
         views.close()
         raise

@@ -22,7 +22,7 @@ from gtp_serve.loaders.file_source import FileRange, FileSource
 from gtp_serve.loaders.files import FileViews, child, read_json, shown
 from gtp_serve.loaders.hf_config import model_config
 from gtp_serve.loaders.safetensors_file import Header, StoredTensor, read_header
-from gtp_serve.refit.plan import build_plan
+from gtp_serve.loaders.whole_tensors import Found, check_complete
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -75,7 +75,8 @@ def open_huggingface(folder: Path) -> OpenedFolder:
         config, tensors = _settle_head(config, tensors, views, folder, warnings)
         config = _settle_vocabulary(config, tensors, warnings)
         source = FileSource([_range(name, tensor) for name, tensor in tensors.items()], views)
-        build_plan(source.shards(), [], logical_tensors(config))
+        found = {name: Found(t.name, t.shape, t.path) for name, t in tensors.items()}
+        check_complete(found, logical_tensors(config), folder)
     except BaseException:
         views.close()
         raise

@@ -51,7 +51,7 @@ def looks_like_megatron(path: Path) -> bool:
         is_iteration(path)
         or (path / TRACKER).exists()
         or bool(iteration_folders(path))
-        or (path / "release").is_dir()
+        or is_iteration(path / "release")
     )
 
 

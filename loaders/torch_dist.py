@@ -218,8 +218,8 @@ class _Reader:
     def check_apart(self, places: Iterable[Place]) -> None:
         """No two items share a byte.  (They need not fill the files: a saver may leave items that nothing
         names.)"""
-        for before, after in pairwise(sorted(places, key=lambda p: (p.path, p.offset))):
-            if before.path == after.path and before.offset + before.length > after.offset:
+        for before, after in pairwise(sorted(places, key=lambda p: (p.path.name, p.offset))):
+            if before.path.name == after.path.name and before.offset + before.length > after.offset:
                 raise self.corrupt(
                     f"places two items on the same bytes of {before.path.name}, from byte {after.offset} on"
                 )

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def count_cores(*, cgroup: Path = _CGROUP) -> int:
     if quota > 0 and period > 0:
         return max(1, min(allowed, -(-quota // period)))
     return max(1, allowed)
+
+
+def count_threads(cores: int, *, environment: Mapping[str, str] = os.environ) -> int:
+    """Threads of one operation: one for each core, unless the user's ``OMP_NUM_THREADS`` says otherwise."""
+    asked = _number(environment.get("OMP_NUM_THREADS", ""))
+    return asked if asked else cores
 
 
 def read_memory(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> Memory:

@@ -108,10 +108,17 @@ def _listening_inodes(port: int, proc: Path) -> set[str]:
 
 def _holds(folder: Path, inodes: set[str]) -> bool:
     try:
-        links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+        links = list((folder / "fd").iterdir())
     except OSError:
         return False
-    return any(link == f"socket:[{inode}]" for link in links for inode in inodes)
+    return any(_target(link) == f"socket:[{inode}]" for link in links for inode in inodes)
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""  # closed in the meantime
 
 
 def _command(folder: Path) -> str:

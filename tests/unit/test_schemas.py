@@ -5,6 +5,9 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gtp_serve.errors import RequestRejected
 from gtp_serve.server.body import check_media_type, parse_json_object
 from gtp_serve.server.calls import Call, parse_call
@@ -17,8 +20,6 @@ from gtp_serve.server.schemas import (
     SAMPLING_AT_DEFAULT,
     Number,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def read(**body: Any) -> Call:
@@ -83,7 +84,8 @@ def test_each_flag_takes_true_false_and_null_only(name: str) -> None:
     )
     for value in (True, False, None):
         read(**wrap(value))
-    for value in (0, 1, "true", [], {}, float("nan")):
+    wrong: tuple[Any, ...] = (0, 1, "true", [], {}, float("nan"))
+    for value in wrong:
         assert refusal(**wrap(value)).param in (name, f"sampling_params.{name}")
 
 
@@ -153,7 +155,17 @@ def test_seed_is_taken_for_sampling_seed() -> None:
 def test_stops_are_strings_within_bounds() -> None:
     assert sampling(stop="a").stop == ("a",)
     assert sampling(stop=["a", "b"]).stop == ("a", "b")
-    for stop in ([""], "", ["a"] * (MAX_STOPS + 1), "a" * (MAX_STOP_CHARS + 1), 3, [3], {}, [["a"]]):
+    bad: tuple[Any, ...] = (
+        [""],
+        "",
+        ["a"] * (MAX_STOPS + 1),
+        "a" * (MAX_STOP_CHARS + 1),
+        3,
+        [3],
+        {},
+        [["a"]],
+    )
+    for stop in bad:
         assert refusal(sampling_params={"stop": stop}).param == "sampling_params.stop"
     for ids in ([-1], [1.0], ["1"], 3, [True], [1 << 70], [1] * 1000):
         assert refusal(sampling_params={"stop_token_ids": ids}).param == "sampling_params.stop_token_ids"

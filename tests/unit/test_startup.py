@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+
 from gtp_serve.engine.messages import Phase
 from gtp_serve.errors import CheckpointNotFound, EngineFault
 from gtp_serve.server.failures import as_known_error, format_error, print_failure
@@ -97,7 +99,7 @@ def test_the_start_reads_as_committed(form: str, monkeypatch: pytest.MonkeyPatch
 def test_no_phase_is_silent_for_more_than_five_seconds() -> None:
     text = written(lambda stream, clock: Lines(stream, as_json=True, clock=clock, now=clock.now))
     times = [datetime.fromisoformat(json.loads(line)["time"]) for line in text.splitlines()]
-    gaps = [(after - before).total_seconds() for before, after in zip(times, times[1:], strict=False)]
+    gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(times)]
     assert max(gaps) <= 5
 
 
@@ -142,12 +144,11 @@ def test_an_error_is_one_sentence_and_aligned_lines() -> None:
 
 
 def test_a_bug_is_named_without_a_stack_unless_verbose() -> None:
-    try:
+    with pytest.raises(ValueError, match="boom") as caught:
         raise ValueError("boom")
-    except ValueError as error:
-        for verbose in (False, True):
-            stream = io.StringIO()
-            assert print_failure(error, stream, verbose=verbose) == 1
-            assert "error[internal] ValueError: boom" in stream.getvalue()
-            assert ("Traceback" in stream.getvalue()) is verbose
+    for verbose in (False, True):
+        stream = io.StringIO()
+        assert print_failure(caught.value, stream, verbose=verbose) == 1
+        assert "error[internal] ValueError: boom" in stream.getvalue()
+        assert ("Traceback" in stream.getvalue()) is verbose
     assert as_known_error(MemoryError()).code == "out-of-memory"

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import tokenizers
 from fakes_server import byte_ids, byte_tokenizer
-from gtp_serve.loaders.tokenizer import Tokenizer
-from gtp_serve.loaders.tokenizer_files import TokenizerFiles
-from gtp_serve.server.text import ByteRuns, IncrementalDecoder, StopMatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gtp_serve.loaders.tokenizer import Tokenizer
+from gtp_serve.loaders.tokenizer_files import TokenizerFiles
+from gtp_serve.server.text import ByteRuns, IncrementalDecoder, StopMatcher
+
 
 def spelled_tokenizer(**files: Any) -> Tokenizer:
-    """As Llama 2's and Mistral's: U+2581 for spaces, a run of lone bytes decoded as a whole, first space dropped."""
+    """As Llama 2's: U+2581 for spaces, a run of lone bytes decoded as a whole, the first space dropped."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for token in ["\u2581", "a", "b", "c", "\u2581a", "\u2581Paris", "is", "."]:
