@@ -16,7 +16,7 @@ from gtp_serve.layers.linear import RowLinear, kv_share, qkv_linear
 from gtp_serve.layers.norm import RMSNorm
 from gtp_serve.layers.parameter import targets_of
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
+from gtp_serve.ops.table import AttentionPlan
 from gtp_serve.refit.apply import Target
 
 
@@ -27,14 +27,14 @@ class Step:
     slots_T: Tensor
     cos_TR: Tensor
     sin_TR: Tensor
-    segments: tuple[ops.Segment, ...]
+    attention: AttentionPlan
 
 
 class Attention:
     """Projections, optional norms of queries and keys, rotary embedding, attention."""
 
     def __init__(self, prefix: str, config: ModelConfig, placement: Placement) -> None:
-        self.head_dim = config.head_dim
+        self.head_dim, self.ops = config.head_dim, placement.ops
         self.heads = placement.cut(config.num_heads, "attention heads")[1]
         self.kv_heads = kv_share(config.num_kv_heads, placement)[1]
         self.qkv = qkv_linear(prefix, config, placement)
@@ -42,19 +42,17 @@ class Attention:
             f"{prefix}.o_proj", config.hidden_size, config.q_rows, bias=config.proj_bias, placement=placement
         )
         self.q_norm, self.k_norm = (
-            RMSNorm(f"{prefix}.{name}", config.head_dim, config.norm_eps, placement)
-            if config.qk_norm
-            else None
+            RMSNorm(f"{prefix}.{name}", config.head_dim, config.norm_eps, placement) if config.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
 
     def __call__(self, x_TD: Tensor, step: Step, keys_NPKE: Tensor, values_NPKE: Tensor) -> Tensor:
         """[T, D]; writes this step's keys and values into the cache first."""
         q_THE, k_TKE, v_TKE = self._heads(x_TD)
-        q_THE = ops.apply_rotary(q_THE, step.cos_TR, step.sin_TR)
-        k_TKE = ops.apply_rotary(k_TKE, step.cos_TR, step.sin_TR)
-        ops.write_kv(k_TKE, v_TKE, keys_NPKE, values_NPKE, step.slots_T)
-        mixed_THE = ops.attend(q_THE, keys_NPKE, values_NPKE, step.segments, self.head_dim**-0.5)
+        q_THE = self.ops.rotate_and_cache(
+            q_THE, k_TKE, v_TKE, step.cos_TR, step.sin_TR, keys_NPKE, values_NPKE, step.slots_T
+        )
+        mixed_THE = step.attention.attend(q_THE, keys_NPKE, values_NPKE, self.head_dim**-0.5)
         return self.out(mixed_THE.flatten(1))
 
     def _heads(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

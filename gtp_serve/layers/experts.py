@@ -10,7 +10,6 @@ from torch import Tensor
 from gtp_serve.config import MoeConfig
 from gtp_serve.layers.parameter import Rows, columns, stacked
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
 from gtp_serve.refit.apply import Target
 
 
@@ -18,14 +17,14 @@ class Experts:
     """SwiGLU experts ``{prefix}.{x}.gate_proj``, ``up_proj`` and ``down_proj``."""
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoeConfig, placement: Placement) -> None:
-        self.prefix = prefix
+        self.prefix, self.ops = prefix, placement.ops
         self.first, self.count = placement.cut(moe.ffn_size, f"rows of {prefix}.*.gate_proj")
         self.gate_up_XFD = placement.empty(moe.num_experts, 2 * self.count, hidden_size)
         self.down_XDF = placement.empty(moe.num_experts, hidden_size, self.count)
 
     def partial(self, x_TD: Tensor, weights_TC: Tensor, experts_TC: Tensor) -> Tensor:
         """This rank's summand, [T, D]."""
-        return ops.experts(x_TD, weights_TC, experts_TC, self.gate_up_XFD, self.down_XDF)
+        return self.ops.experts(x_TD, weights_TC, experts_TC, self.gate_up_XFD, self.down_XDF)
 
     def targets(self) -> list[Target]:
         """Two for each expert: views of the stacks."""

@@ -13,7 +13,6 @@ from gtp_serve.config import ModelConfig
 from gtp_serve.errors import UsageError
 from gtp_serve.layers.parameter import Rows, columns, stacked
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
 from gtp_serve.refit.apply import Target
 
 
@@ -23,25 +22,21 @@ class ColumnLinear:
     :param parts: rows of each module (its name without ``.weight``) that this rank holds.
     """
 
-    def __init__(
-        self, key: str, parts: Sequence[Rows], in_size: int, *, bias: bool, placement: Placement
-    ) -> None:
-        self.key, self.parts = key, tuple(parts)
+    def __init__(self, key: str, parts: Sequence[Rows], in_size: int, *, bias: bool, placement: Placement) -> None:
+        self.key, self.parts, self.ops = key, tuple(parts), placement.ops
         rows = sum(part.count for part in parts)
         self.weight = placement.empty(rows, in_size)
         self.bias = placement.empty(rows) if bias else None
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, O]."""
-        return ops.linear(x_TI, self.weight, self.bias)
+        return self.ops.linear(x_TI, self.weight, self.bias)
 
     def targets(self) -> list[Target]:
         """Weight, and bias where there is one."""
         held = [("weight", self.weight), *([("bias", self.bias)] if self.bias is not None else [])]
         return [
-            stacked(
-                f"{self.key}.{kind}", tensor, [Rows(f"{p.name}.{kind}", p.first, p.count) for p in self.parts]
-            )
+            stacked(f"{self.key}.{kind}", tensor, [Rows(f"{p.name}.{kind}", p.first, p.count) for p in self.parts])
             for kind, tensor in held
         ]
 
@@ -51,9 +46,7 @@ def replicated_linear(name: str, out_size: int, in_size: int, placement: Placeme
     return ColumnLinear(name, [Rows(name, 0, out_size)], in_size, bias=False, placement=placement)
 
 
-def gate_up_linear(
-    prefix: str, ffn_size: int, in_size: int, *, bias: bool, placement: Placement
-) -> ColumnLinear:
+def gate_up_linear(prefix: str, ffn_size: int, in_size: int, *, bias: bool, placement: Placement) -> ColumnLinear:
     """Gate above up."""
     first, count = placement.cut(ffn_size, f"rows of {prefix}.gate_proj")
     parts = [Rows(f"{prefix}.{name}", first, count) for name in ("gate_proj", "up_proj")]
@@ -70,9 +63,7 @@ def qkv_linear(prefix: str, config: ModelConfig, placement: Placement) -> Column
         Rows(f"{prefix}.k_proj", first_kv * size, kv_heads * size),
         Rows(f"{prefix}.v_proj", first_kv * size, kv_heads * size),
     ]
-    return ColumnLinear(
-        f"{prefix}.qkv_proj", parts, config.hidden_size, bias=config.qkv_bias, placement=placement
-    )
+    return ColumnLinear(f"{prefix}.qkv_proj", parts, config.hidden_size, bias=config.qkv_bias, placement=placement)
 
 
 def kv_share(num_kv_heads: int, placement: Placement) -> tuple[int, int]:
@@ -84,9 +75,7 @@ def kv_share(num_kv_heads: int, placement: Placement) -> tuple[int, int]:
     if tp.size <= num_kv_heads:
         return placement.cut(num_kv_heads, "KV heads")
     if tp.size % num_kv_heads:
-        raise UsageError(
-            f"{num_kv_heads} KV heads cannot be repeated evenly on {tp.size} tensor-parallel ranks"
-        )
+        raise UsageError(f"{num_kv_heads} KV heads cannot be repeated evenly on {tp.size} tensor-parallel ranks")
     return tp.rank * num_kv_heads // tp.size, 1
 
 
@@ -94,7 +83,7 @@ class RowLinear:
     """Columns of a logical matrix; the ranks' results are summed.  The bias is the first rank's."""
 
     def __init__(self, name: str, out_size: int, in_size: int, *, bias: bool, placement: Placement) -> None:
-        self.name, self.tp = name, placement.tp
+        self.name, self.tp, self.ops = name, placement.tp, placement.ops
         self.first, count = placement.cut(in_size, f"columns of {name}")
         self.weight = placement.empty(out_size, count)
         self.bias = placement.empty(out_size) if bias and self.tp.rank == 0 else None
@@ -105,7 +94,7 @@ class RowLinear:
 
     def partial(self, x_TI: Tensor) -> Tensor:
         """This rank's summand, [T, O]."""
-        return ops.linear(x_TI, self.weight, self.bias)
+        return self.ops.linear(x_TI, self.weight, self.bias)
 
     def targets(self) -> list[Target]:
         """Weight, and bias where this rank holds it."""

@@ -6,17 +6,14 @@ from torch import Tensor
 
 from gtp_serve.layers.linear import RowLinear, gate_up_linear
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
 from gtp_serve.refit.apply import Target
 
 
 class Mlp:
     """SwiGLU; each rank holds equally many of the ``ffn_size`` inner features."""
 
-    def __init__(
-        self, prefix: str, hidden_size: int, ffn_size: int, *, bias: bool, placement: Placement
-    ) -> None:
-        self.tp = placement.tp
+    def __init__(self, prefix: str, hidden_size: int, ffn_size: int, *, bias: bool, placement: Placement) -> None:
+        self.tp, self.ops = placement.tp, placement.ops
         self.gate_up = gate_up_linear(prefix, ffn_size, hidden_size, bias=bias, placement=placement)
         self.down = RowLinear(f"{prefix}.down_proj", hidden_size, ffn_size, bias=bias, placement=placement)
 
@@ -26,7 +23,7 @@ class Mlp:
 
     def partial(self, x_TD: Tensor) -> Tensor:
         """This rank's summand, [T, D]."""
-        return self.down.partial(ops.swiglu(self.gate_up(x_TD)))
+        return self.down.partial(self.ops.swiglu(self.gate_up(x_TD)))
 
     def targets(self) -> list[Target]:
         """All parameters."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gtp_serve.errors import UsageError
+from gtp_serve.ops.table import REFERENCE, Ops
 
 
 class Collective(Protocol):
@@ -49,13 +50,45 @@ class SingleRank:
         return x
 
 
+@dataclass(frozen=True, slots=True)
+class InRankOrder:
+    """Another collective, whose sums are taken in the order of the ranks: an element's bits do not depend on where
+    in its tensor it lies, as they do where a ring passes pieces around.
+    """
+
+    other: Collective
+
+    @property
+    def rank(self) -> int:
+        """The other's."""
+        return self.other.rank
+
+    @property
+    def size(self) -> int:
+        """The other's."""
+        return self.other.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Gathers all summands and adds them up, the same on every rank."""
+        first, *others = self.other.all_gather(x).chunk(self.size, dim=-1)
+        total = first.clone()
+        for summand in others:
+            total += summand
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The other's."""
+        return self.other.all_gather(x)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """dtype, device and ranks, common to all layers of a model."""
+    """dtype, device, ranks and functions, common to all layers of a model."""
 
     dtype: torch.dtype
     device: str = "cpu"
     tp: Collective = field(default_factory=SingleRank)
+    ops: Ops = REFERENCE
 
     def empty(self, *shape: int) -> Tensor:
         """Memory for a parameter; a refit fills it."""

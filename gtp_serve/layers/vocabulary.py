@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gtp_serve.layers.parameter import Rows, stacked
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
 from gtp_serve.refit.apply import Target
 
 
@@ -18,7 +17,7 @@ class VocabularyTable:
     """
 
     def __init__(self, name: str, rows: int, hidden_size: int, placement: Placement) -> None:
-        self.name, self.rows, self.tp = name, rows, placement.tp
+        self.name, self.rows, self.tp, self.ops = name, rows, placement.tp, placement.ops
         held = -(-rows // self.tp.size)
         self.first = min(self.tp.rank * held, rows)
         self.count = min(held, rows - self.first)
@@ -27,15 +26,15 @@ class VocabularyTable:
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """[T, D]."""
         if self.tp.size == 1:
-            return ops.embedding(token_ids_T, self.weight)
+            return self.ops.embedding(token_ids_T, self.weight)
         local_T = token_ids_T - self.first
         mine_T = (local_T >= 0) & (local_T < self.count)
-        rows_TD = ops.embedding(torch.where(mine_T, local_T, 0), self.weight)
+        rows_TD = self.ops.embedding(torch.where(mine_T, local_T, 0), self.weight)
         return self.tp.all_reduce(rows_TD.masked_fill(~mine_T[:, None], 0))
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """[S, V] float32 over all vocabulary rows, the same on all ranks."""
-        return self.tp.all_gather(ops.linear(x_SD, self.weight))[:, : self.rows].float()
+        return self.tp.all_gather(self.ops.linear(x_SD, self.weight, None))[:, : self.rows].float()
 
     def targets(self) -> list[Target]:
         """This rank's rows."""

@@ -20,9 +20,11 @@ from gtp_serve.layers.parameter import targets_of
 from gtp_serve.layers.placement import Collective, Placement, SingleRank
 from gtp_serve.layers.rotary import Rotary
 from gtp_serve.layers.vocabulary import VocabularyTable
+from gtp_serve.layout.ranks import possible_ranks
 from gtp_serve.models.moe import MoeBlock
-from gtp_serve.ops.batch import Batch
-from gtp_serve.ops.reference import plan_attention
+from gtp_serve.ops.batch import SCORE_PIECE_ROWS, Batch, Taps
+from gtp_serve.ops.choice import choose_ops
+from gtp_serve.ops.table import Ops
 from gtp_serve.refit.apply import Target
 
 
@@ -40,12 +42,20 @@ class DecoderLayer:
         self.ffn = _feed_forward(f"{prefix}.mlp", config, placement)
 
     def __call__(
-        self, x_TD: Tensor, delta_TD: Tensor | None, step: Step, keys_NPKE: Tensor, values_NPKE: Tensor
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        step: Step,
+        keys_NPKE: Tensor,
+        values_NPKE: Tensor,
+        routes: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it."""
         normed_TD, x_TD = self.input_norm.after_adding(x_TD, delta_TD)
         mixed_TD = self.attention(normed_TD, step, keys_NPKE, values_NPKE)
         normed_TD, x_TD = self.ffn_norm.after_adding(x_TD, mixed_TD)
+        if isinstance(self.ffn, MoeBlock):
+            return x_TD, self.ffn(normed_TD, routes)
         return x_TD, self.ffn(normed_TD)
 
     def targets(self) -> list[Target]:
@@ -64,12 +74,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.config, self.placement = config, placement
-        self.embedding = VocabularyTable(
-            "model.embed_tokens.weight", config.vocab_rows, config.hidden_size, placement
-        )
-        self.layers = [
-            DecoderLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)
-        ]
+        self.embedding = VocabularyTable("model.embed_tokens.weight", config.vocab_rows, config.hidden_size, placement)
+        self.layers = [DecoderLayer(f"model.layers.{index}", config, placement) for index in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, placement)
         self.head = (
             self.embedding
@@ -83,24 +89,35 @@ class Decoder:
         """KV heads of this rank: what its cache must hold."""
         return self.layers[0].attention.kv_heads
 
-    def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
+    ) -> Tensor:
         """Logits [S, V] float32 of ``batch.logit_rows_S``, the same on all ranks.
 
         :param keys: for each layer the cache [N, P, K, E]; this step's keys are written at ``batch.slots_T``.
         :param values: the same for values.
+        :param taps: what else is wanted.  Ranks may differ in it: ``score_rows_R`` are computed on each.
         """
+        routes = None if taps is None else taps.routes
         step = self._step(batch, block_size=keys[0].shape[1])
         x_TD, delta_TD = self.embedding.embed(batch.token_ids_T), None
         for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
-            x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values)
-        rows_S = batch.logit_rows_S
-        normed_SD, _ = self.norm.after_adding(x_TD[rows_S], None if delta_TD is None else delta_TD[rows_S])
-        return self.head.logits(normed_SD)
+            x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values, routes)
+        if batch.score_rows_R is not None:
+            for rows in torch.split(batch.score_rows_R, SCORE_PIECE_ROWS):
+                logits = self._logits(x_TD, delta_TD, rows)
+                if taps is not None and taps.scored is not None:
+                    taps.scored(logits)
+        return self._logits(x_TD, delta_TD, batch.logit_rows_S)
+
+    def _logits(self, x_TD: Tensor, delta_TD: Tensor | None, rows: Tensor) -> Tensor:
+        normed, _ = self.norm.after_adding(x_TD[rows], None if delta_TD is None else delta_TD[rows])
+        return self.head.logits(normed)
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         cos_TR, sin_TR = self.rotary(batch.positions_T, self.placement.dtype)
-        segments = plan_attention(batch, block_size, self.config.sliding_window)
-        return Step(slots_T=batch.slots_T, cos_TR=cos_TR, sin_TR=sin_TR, segments=segments)
+        plan = self.placement.ops.plan_attention(batch, block_size, self.config.sliding_window)
+        return Step(slots_T=batch.slots_T, cos_TR=cos_TR, sin_TR=sin_TR, attention=plan)
 
     def targets(self) -> list[Target]:
         """All parameters of this rank with their spans; a tied head is not a parameter of its own."""
@@ -115,10 +132,12 @@ def build_decoder(
     tp_rank: int = 0,
     tp_size: int = 1,
     collective: Collective | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
     """One rank's decoder, its parameters allocated and not yet filled.
 
     :param collective: joins the ranks; needed when ``tp_size`` is more than 1.
+    :param ops: functions to build with; by default what ``choose_ops`` finds for the device.
     :raises UsageError: when the model cannot be cut for this many ranks, or ranks and collective disagree.
     """
     tp = SingleRank() if collective is None else collective
@@ -126,20 +145,10 @@ def build_decoder(
         raise UsageError(
             f"rank {tp_rank} of {tp_size} was asked for with a collective that is rank {tp.rank} of {tp.size}"
         )
+    if ops is None:
+        ops = choose_ops(device=device, dtype=dtype, head_dim=config.head_dim)
     try:
-        return Decoder(config, Placement(dtype=dtype, device=device, tp=tp))
+        return Decoder(config, Placement(dtype=dtype, device=device, tp=tp, ops=ops))
     except UsageError as refused:
         fitting = ", ".join(map(str, possible_ranks(config)))
         raise UsageError(refused.message, [("try", f"--tp with one of {fitting}")]) from refused
-
-
-def possible_ranks(config: ModelConfig) -> list[int]:
-    """Numbers of tensor-parallel ranks that the model can be cut for."""
-    moe = config.moe
-    sizes = [config.num_heads, *([moe.ffn_size, moe.shared_ffn_size] if moe else [config.ffn_size])]
-    return [
-        count
-        for count in range(1, config.num_heads + 1)
-        if not any(size % count for size in sizes)
-        and (config.num_kv_heads % count == 0 or count % config.num_kv_heads == 0)
-    ]

@@ -10,7 +10,6 @@ from gtp_serve.layers.linear import replicated_linear
 from gtp_serve.layers.mlp import Mlp
 from gtp_serve.layers.parameter import targets_of
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops import reference as ops
 from gtp_serve.refit.apply import Target
 
 
@@ -18,7 +17,7 @@ class MoeBlock:
     """Router, routed experts and, where the model has one, the shared expert; one all-reduce for all."""
 
     def __init__(self, prefix: str, hidden_size: int, moe: MoeConfig, placement: Placement) -> None:
-        self.moe, self.tp = moe, placement.tp
+        self.moe, self.tp, self.ops = moe, placement.tp, placement.ops
         self.router = replicated_linear(f"{prefix}.gate", moe.num_experts, hidden_size, placement)
         self.experts = Experts(f"{prefix}.experts", hidden_size, moe, placement)
         self.shared = (
@@ -32,9 +31,11 @@ class MoeBlock:
             else None
         )
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, D]."""
-        weights_TC, experts_TC = ops.route(self.router(x_TD), self.moe.top_k, self.moe.normalise_top_k)
+    def __call__(self, x_TD: Tensor, routes: list[Tensor] | None = None) -> Tensor:
+        """[T, D]; the chosen experts are appended to ``routes``."""
+        weights_TC, experts_TC = self.ops.route(self.router(x_TD), self.moe.top_k, self.moe.normalise_top_k)
+        if routes is not None:
+            routes.append(experts_TC)
         out_TD = self.experts.partial(x_TD, weights_TC, experts_TC)
         if self.shared is not None:
             out_TD = out_TD + self._shared(self.shared, x_TD)
@@ -42,7 +43,7 @@ class MoeBlock:
 
     def _shared(self, shared: Mlp, x_TD: Tensor) -> Tensor:
         out_TD = shared.partial(x_TD)
-        return out_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * out_TD
+        return out_TD if self.shared_gate is None else self.ops.sigmoid(self.shared_gate(x_TD)) * out_TD
 
     def targets(self) -> list[Target]:
         """All parameters."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +16,7 @@ class Batch:
 
     Sequence ``s`` owns rows ``query_starts[s]`` to ``query_starts[s + 1]``; they are the last of its
     ``context_lens[s]`` positions, and its keys and values lie in the blocks ``block_tables_SB[s]``.
+    A token at position p sees p + 1 positions: what runs on a device can know lengths without the host.
     """
 
     token_ids_T: Tensor
@@ -29,3 +33,35 @@ class Batch:
     """int64, B blocks per table, padded with 0."""
     logit_rows_S: Tensor
     """int64: rows of T whose logits are wanted."""
+    score_rows_R: Tensor | None = None
+    """int64: further rows of T whose logits are wanted, a piece at a time (see ``Taps``)."""
+
+    @property
+    def decode_only(self) -> bool:
+        """Each sequence brings exactly one token."""
+        return self.query_starts[-1] == len(self.query_starts) - 1
+
+    def sequence_of_rows(self) -> list[int]:
+        """The sequence that each of the T rows belongs to."""
+        starts = self.query_starts
+        return [s for s in range(len(starts) - 1) for _ in range(starts[s], starts[s + 1])]
+
+    def to(self, device: str | torch.device) -> Batch:
+        """The same batch with its tensors on ``device``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+SCORE_PIECE_ROWS = 64
+"""Rows of ``score_rows_R`` whose logits exist at one time: what bounds the memory of prompt log-probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taps:
+    """What is wanted of a pass through the model beside its logits."""
+
+    scored: Callable[[Tensor], None] | None = None
+    """Is given the logits of ``score_rows_R``, [at most SCORE_PIECE_ROWS, V] float32, piece after piece in order."""
+    routes: list[Tensor] | None = field(default=None)
+    """Each MoE layer appends the experts that it chose, int64 [T, C]."""

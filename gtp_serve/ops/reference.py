@@ -1,12 +1,13 @@
 """The model's arithmetic in plain torch: the specification that every faster version is tested against.
 
 Legend: T tokens, S sequences, D hidden, F ffn, V vocabulary rows, H query heads, K KV heads, G = H / K,
-E head size, R = E / 2, N cache blocks of P positions, L keys attended, Q query rows, X experts, C chosen.
+E head size, R = E / 2, N cache blocks of P positions, L keys attended, Q query rows, M = G x Q, B = S x K,
+X experts, C chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ from gtp_serve.ops.batch import Batch
 
 #: Scores of one head that ``attend`` holds at a time; a longer chunk of a prompt is cut into pieces.
 _SCORES = 1 << 19
+#: Keys of several sequences that it holds at a time.
+_KEYS = 1 << 14
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -64,58 +67,77 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, keys_NPKE: Tensor, values_NPKE: Tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Query rows of one sequence and the keys they see."""
+    """S sequences with Q query rows each, which see at most L keys of their own."""
 
-    rows: slice
-    """Of T."""
-    blocks: Tensor
-    """int64: cache blocks that hold the keys."""
-    keys: slice
-    """Positions within those blocks, laid end to end."""
-    hidden_QL: Tensor | None
-    """True where a row must not see a key; None when each row sees all."""
+    rows: Tensor
+    """int64 [S * Q], of T."""
+    slots_SL: Tensor
+    """int64: cache slots of the keys; a shorter sequence repeats its last one, which is then hidden."""
+    hidden_SQL: Tensor
+    """True where a row must not see a key."""
 
 
 def plan_attention(batch: Batch, block_size: int, window: int | None = None) -> tuple[Segment, ...]:
     """Cut a step into segments, once for all layers.
 
+    A chunk of a prompt is a segment, or several when it is long.  Sequences with one new token are joined
+    when their padded lengths are equal.  That length depends on the sequence alone, so the shape of its
+    arithmetic does not depend on the batch.
+
     :param window: each token sees this many positions, its own included; None means all before it.
     """
-    return tuple(
-        segment
-        for index in range(len(batch.context_lens))
-        for segment in _segments(batch, index, block_size, window)
-    )
+    segments: list[Segment] = []
+    single: dict[int, list[int]] = {}
+    for index, context in enumerate(batch.context_lens):
+        first, stop = batch.query_starts[index : index + 2]
+        if stop - first == 1:
+            single.setdefault(padded_length(min(context, window or context), block_size), []).append(index)
+            continue
+        step = max(1, _SCORES // max(context, 1))
+        for row in range(first, stop, step):
+            segments.append(_chunk(batch, index, row, min(row + step, stop), block_size, window))
+    for length, indices in single.items():
+        step = max(1, _KEYS // length)
+        for at in range(0, len(indices), step):
+            segments.append(_decodes(batch, indices[at : at + step], length, block_size, window))
+    return tuple(segments)
 
 
-def _segments(batch: Batch, index: int, block_size: int, window: int | None) -> Iterator[Segment]:
-    first_row, end_row = batch.query_starts[index : index + 2]
-    context = batch.context_lens[index]
-    step = max(1, _SCORES // max(context, 1))
-    for row in range(first_row, end_row, step):
-        count = min(step, end_row - row)
-        position = context - (end_row - row)
-        start = 0 if window is None else max(0, position - window + 1)
-        stop = position + count
-        block = start // block_size
-        base = block * block_size
-        yield Segment(
-            slice(row, row + count),
-            batch.block_tables_SB[index, block : -(-stop // block_size)],
-            slice(start - base, stop - base),
-            _hidden(position, count, start, stop, window, batch.block_tables_SB.device),
-        )
+def padded_length(length: int, block_size: int) -> int:
+    """Keys that are computed for a sequence that sees ``length``: whole blocks, at most a quarter more."""
+    blocks = -(-length // block_size)
+    step = 1 << max(0, blocks.bit_length() - 3)
+    return -(-blocks // step) * step * block_size
 
 
-def _hidden(
-    position: int, count: int, start: int, stop: int, window: int | None, device: torch.device
-) -> Tensor | None:
-    if count == 1:
-        return None
-    queries_Q1 = torch.arange(position, position + count, device=device)[:, None]
+def _chunk(batch: Batch, index: int, first_row: int, stop_row: int, block_size: int, window: int | None) -> Segment:
+    """Rows of one sequence, and the keys that at least one of them sees."""
+    device = batch.positions_T.device
+    position = batch.context_lens[index] - (batch.query_starts[index + 1] - first_row)
+    start = 0 if window is None else max(0, position - window + 1)
+    stop = position + stop_row - first_row
+    queries_Q1 = torch.arange(position, stop, device=device)[:, None]
     keys_L = torch.arange(start, stop, device=device)
     hidden_QL = keys_L > queries_Q1
-    return hidden_QL if window is None else hidden_QL | (keys_L <= queries_Q1 - window)
+    if window is not None:
+        hidden_QL |= keys_L <= queries_Q1 - window
+    slots_L = batch.block_tables_SB[index][keys_L // block_size] * block_size + keys_L % block_size
+    return Segment(torch.arange(first_row, stop_row, device=device), slots_L[None], hidden_QL[None])
+
+
+def _decodes(batch: Batch, indices: Sequence[int], length: int, block_size: int, window: int | None) -> Segment:
+    """Sequences with one new token each."""
+    device = batch.positions_T.device
+    contexts = [batch.context_lens[index] for index in indices]
+    last_S1 = torch.tensor(contexts, device=device)[:, None] - 1
+    start_S1 = torch.zeros_like(last_S1) if window is None else (last_S1 - window + 1).clamp(min=0)
+    positions_SL = start_S1 + torch.arange(length, device=device)
+    hidden_SL = positions_SL > last_S1
+    positions_SL = positions_SL.minimum(last_S1)
+    tables_SB = batch.block_tables_SB[torch.tensor(indices, device=device)]
+    slots_SL = tables_SB.gather(1, positions_SL // block_size) * block_size + positions_SL % block_size
+    rows = torch.tensor([batch.query_starts[index] for index in indices], device=device)
+    return Segment(rows, slots_SL, hidden_SL[:, None])
 
 
 def attend(
@@ -123,30 +145,36 @@ def attend(
 ) -> Tensor:
     """Attention of each row over the cached keys of its sequence, in float32; [T, H, E] in the query's dtype.
 
-    Query head h reads KV head h // G.  Each sequence is computed alone: its result does not depend on others.
+    Query head h reads KV head h // G.  A sequence reads no other sequence's slots, hidden or not.
     """
     out_THE = torch.empty_like(q_THE)
     for segment in segments:
-        k_LKE = keys_NPKE.index_select(0, segment.blocks).flatten(0, 1)[segment.keys]
-        v_LKE = values_NPKE.index_select(0, segment.blocks).flatten(0, 1)[segment.keys]
-        out_THE[segment.rows] = _attend_one(q_THE[segment.rows], k_LKE, v_LKE, segment.hidden_QL, scale)
+        q_SQHE = q_THE[segment.rows].view(segment.slots_SL.shape[0], -1, *q_THE.shape[1:])
+        k_SLKE, v_SLKE = (_take(cache, segment.slots_SL) for cache in (keys_NPKE, values_NPKE))
+        mixed_SQHE = _attend_segment(q_SQHE, k_SLKE, v_SLKE, segment.hidden_SQL, scale)
+        out_THE.index_copy_(0, segment.rows, mixed_SQHE.flatten(0, 1))
     return out_THE
 
 
-def _attend_one(
-    q_QHE: Tensor, k_LKE: Tensor, v_LKE: Tensor, hidden_QL: Tensor | None, scale: float
-) -> Tensor:
-    rows, heads, size = q_QHE.shape
-    length, kv_heads = k_LKE.shape[:2]
+def _take(cache_NPKE: Tensor, slots_SL: Tensor) -> Tensor:
+    rows = cache_NPKE.flatten(0, 1).index_select(0, slots_SL.flatten())
+    return rows.view(*slots_SL.shape, *rows.shape[1:])
+
+
+def _attend_segment(q_SQHE: Tensor, k_SLKE: Tensor, v_SLKE: Tensor, hidden_SQL: Tensor, scale: float) -> Tensor:
+    sequences, rows, heads, size = q_SQHE.shape
+    length, kv_heads = k_SLKE.shape[1:3]
     group = heads // kv_heads
     # The G heads that share a KV head, and their rows, are one matrix: no key is repeated.
-    q_KME = q_QHE.float().view(rows, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, -1, size)
-    scores_KML = torch.bmm(q_KME, k_LKE.float().permute(1, 2, 0)) * scale
-    if hidden_QL is not None:
-        scores_KML.view(kv_heads, group, rows, length).masked_fill_(hidden_QL, -torch.inf)
-    out_KME = torch.bmm(scores_KML.softmax(-1), v_LKE.float().transpose(0, 1))
-    out_QHE = out_KME.view(kv_heads, group, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
-    return out_QHE.to(q_QHE.dtype)
+    q_SKME = q_SQHE.float().view(sequences, rows, kv_heads, group, size).permute(0, 2, 3, 1, 4)
+    q_BME = q_SKME.reshape(sequences * kv_heads, group * rows, size)
+    k_BLE, v_BLE = (x.float().transpose(1, 2).reshape(-1, length, size) for x in (k_SLKE, v_SLKE))
+    scores_BML = torch.bmm(q_BME, k_BLE.transpose(1, 2)) * scale
+    scores_SKGQL = scores_BML.view(sequences, kv_heads, group, rows, length)
+    scores_SKGQL.masked_fill_(hidden_SQL[:, None, None], -torch.inf)
+    mixed_BME = torch.bmm(scores_BML.softmax(-1), v_BLE)
+    mixed_SQKGE = mixed_BME.view(sequences, kv_heads, group, rows, size).permute(0, 3, 1, 2, 4)
+    return mixed_SQKGE.reshape(q_SQHE.shape).to(q_SQHE.dtype)
 
 
 def route(logits_TX: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -160,9 +188,7 @@ def route(logits_TX: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tenso
     return weights_TC, experts_TC
 
 
-def experts(
-    x_TD: Tensor, weights_TC: Tensor, experts_TC: Tensor, gate_up_XFD: Tensor, down_XDF: Tensor
-) -> Tensor:
+def experts(x_TD: Tensor, weights_TC: Tensor, experts_TC: Tensor, gate_up_XFD: Tensor, down_XDF: Tensor) -> Tensor:
     """Each token through its chosen experts, weighted and summed in float32 in the order of experts; [T, D].
 
     :param gate_up_XFD: [X, 2F, D], gate above up.

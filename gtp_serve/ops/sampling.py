@@ -9,8 +9,8 @@ Legend: S rows, V vocabulary ids that exist, W ids of the order that were comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class SamplingRows:
     def __len__(self) -> int:
         return len(self.temperature)
 
+    def take(self, rows: Sequence[int]) -> SamplingRows:
+        """The parameters of these rows."""
+        return SamplingRows(**{f.name: tuple(getattr(self, f.name)[row] for row in rows) for f in fields(self)})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sampled:
@@ -56,6 +60,10 @@ class Sampled:
     """float32: natural-log probability of the token in the raw distribution: temperature 1, unfiltered."""
     finite_S: Tensor
     """bool: the row's logits were all finite numbers."""
+    raw_SV: Tensor
+    """The logits; zero in rows that are not finite."""
+    allowed_SV: Tensor
+    """What was chosen from: shaped, with -inf for what is banned."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -64,20 +72,53 @@ def uniform(seed: int, index: int) -> float:
     return (_mix64(start + (index + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: SamplingRows, *, vocab_size: int) -> Sampled:
+def sample(
+    logits: Tensor, rows: SamplingRows, *, vocab_size: int, shape: Callable[[Tensor], Tensor] | None = None
+) -> Sampled:
     """Choose one id for each row.
 
     :param logits: ``[S, vocab_rows]``, float32; columns from ``vocab_size`` on are padding and are never
         looked at.
+    :param shape: what is done to the logits ``[S, vocab_size]`` before anything is chosen; it may forbid ids with
+        -inf, but not all of a row's.  Log-probabilities are those of the logits without it.
     """
     logits_SV = logits[:, :vocab_size].float()
     # Both ends are NaN when any element is: two quick passes instead of a slow elementwise test.
     finite_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
     raw_SV = torch.where(finite_S[:, None], logits_SV, 0.0)
-    allowed_SV = _without_banned(raw_SV, rows.banned)
+    allowed_SV = _without_banned(raw_SV if shape is None else shape(raw_SV), rows.banned)
     token_ids_S = _choose(allowed_SV, rows)
     logprobs_S = raw_SV.log_softmax(-1).gather(1, token_ids_S[:, None])[:, 0]
-    return Sampled(token_ids_S=token_ids_S, logprobs_S=logprobs_S, finite_S=finite_S)
+    return Sampled(
+        token_ids_S=token_ids_S,
+        logprobs_S=logprobs_S,
+        finite_S=finite_S,
+        raw_SV=raw_SV,
+        allowed_SV=allowed_SV,
+    )
+
+
+def drawn_from(allowed_SV: Tensor, rows: SamplingRows) -> Tensor:
+    """Log-probabilities [S, V] that ids are drawn with: after temperature and filters, -inf for what they drop.
+
+    A greedy row is certain of one id.
+
+    :param allowed_SV: as in ``Sampled``, of the same rows.
+    """
+    params = _Params.of(rows, allowed_SV.device)
+    vocab = allowed_SV.shape[1]
+    greedy_S = params.temperature < GREEDY_BELOW
+    temperature_S1 = torch.where(greedy_S, 1.0, params.temperature)[:, None]
+    top_SV, ids_SV = in_order(allowed_SV, vocab)
+    weights_SV = _weights(top_SV, top_SV[:, :1], temperature_S1)
+    sums_SV = weights_SV.cumsum(-1, dtype=torch.float64)
+    kept_S, _ = _kept(weights_SV, sums_SV, params, vocab)
+    kept_S1 = torch.where(greedy_S, 1, kept_S)[:, None]
+    mass_S1 = sums_SV.gather(1, kept_S1 - 1)
+    logprobs_SV = (top_SV - top_SV[:, :1]).double() / temperature_S1 - mass_S1.log()
+    place_V = torch.arange(vocab, device=allowed_SV.device)
+    logprobs_SV = logprobs_SV.masked_fill(place_V >= kept_S1, -torch.inf)
+    return torch.empty_like(allowed_SV).scatter_(1, ids_SV, logprobs_SV.float())
 
 
 def _mix64(x: int) -> int:
@@ -140,9 +181,7 @@ class _Params:
         )
 
 
-def _settle(
-    token_ids_S: Tensor, which: list[int], logits_SV: Tensor, params: _Params, width: int
-) -> list[int]:
+def _settle(token_ids_S: Tensor, which: list[int], logits_SV: Tensor, params: _Params, width: int) -> list[int]:
     """Draw for rows from the first ``width`` ids of their order; returns the rows that need more of it."""
     vocab = logits_SV.shape[1]
     at_once = max(1, _CPU_CHUNK // vocab) if logits_SV.device.type == "cpu" else max(1, len(which))
@@ -161,7 +200,7 @@ def _settle(
 def _draw(logits_SV: Tensor, params: _Params, width: int) -> tuple[Tensor, Tensor]:
     """(chosen ids, whether ``width`` sufficed to choose them) for each row."""
     vocab = logits_SV.shape[1]
-    top_SW, ids_SW = _in_order(logits_SV, width)
+    top_SW, ids_SW = in_order(logits_SV, width)
     best_S1, temperature_S1 = top_SW[:, :1], params.temperature[:, None]
     weights_SW = _weights(top_SW, best_S1, temperature_S1)
     sums_SW = weights_SW.cumsum(-1, dtype=torch.float64)
@@ -169,22 +208,35 @@ def _draw(logits_SV: Tensor, params: _Params, width: int) -> tuple[Tensor, Tenso
     if _NARROW < width < vocab:
         all_S = _weights(logits_SV, best_S1, temperature_S1).cumsum(-1, dtype=torch.float64)[:, -1]
 
-    # Each filter keeps a prefix; a length above `width` only says that the prefix ends somewhere out of
-    # sight.
+    kept_S, top_k_S = _kept(weights_SW, sums_SW, params, vocab, all_S)
+    unfiltered_S = (top_k_S == vocab) & (params.top_p >= 1) & (params.min_p <= 0)
+    kept_mass_S = torch.where(unfiltered_S, all_S, _prefix(sums_SW, kept_S))
+    place_S = (sums_SW <= (params.uniform * kept_mass_S)[:, None]).sum(-1)
+    if width == vocab:  # the product may round up to the whole mass: never past the last id that has any
+        place_S = torch.minimum(place_S, (weights_SW > 0).sum(-1) - 1)
+    mass_known_S = (top_k_S <= width) | (top_k_S == vocab) | (params.top_p >= 1)
+    settled_S = torch.where(unfiltered_S, place_S < width, mass_known_S & (kept_S <= width))
+    return ids_SW.gather(1, place_S.clamp(max=width - 1)[:, None])[:, 0], settled_S
+
+
+def _kept(
+    weights_SW: Tensor, sums_SW: Tensor, params: _Params, vocab: int, all_S: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(ids of the order that all filters keep, that top-k alone keeps) for each row.
+
+    Each filter keeps a prefix; a length above W only says that the prefix ends somewhere out of sight.
+
+    :param all_S: mass of the whole order, where W is not all of it.
+    """
+    width = weights_SW.shape[1]
     top_k_S = params.top_k.clamp(max=vocab)
-    mass_S = torch.where(top_k_S == vocab, all_S, _prefix(sums_SW, top_k_S))
+    whole_S = sums_SW[:, -1] if all_S is None else all_S
+    mass_S = torch.where(top_k_S == vocab, whole_S, _prefix(sums_SW, top_k_S))
     top_p_S = 1 + (sums_SW < (params.top_p * mass_S)[:, None]).sum(-1)
     top_p_S = torch.where(params.top_p >= 1, top_k_S, top_p_S)
     min_p_S = (weights_SW >= params.min_p[:, None]).sum(-1)
     min_p_S = torch.where(min_p_S == width, vocab, min_p_S)
-    kept_S = torch.minimum(torch.minimum(top_k_S, top_p_S), min_p_S).clamp(min=1)
-
-    unfiltered_S = (top_k_S == vocab) & (params.top_p >= 1) & (params.min_p <= 0)
-    kept_mass_S = torch.where(unfiltered_S, all_S, _prefix(sums_SW, kept_S))
-    place_S = (sums_SW <= (params.uniform * kept_mass_S)[:, None]).sum(-1)
-    mass_known_S = (top_k_S <= width) | (top_k_S == vocab) | (params.top_p >= 1)
-    settled_S = torch.where(unfiltered_S, place_S < width, mass_known_S & (kept_S <= width))
-    return ids_SW.gather(1, place_S.clamp(max=width - 1)[:, None])[:, 0], settled_S
+    return torch.minimum(torch.minimum(top_k_S, top_p_S), min_p_S).clamp(min=1), top_k_S
 
 
 def _weights(logits: Tensor, best_S1: Tensor, temperature_S1: Tensor) -> Tensor:
@@ -197,7 +249,7 @@ def _prefix(sums_SW: Tensor, length_S: Tensor) -> Tensor:
     return sums_SW.gather(1, length_S.clamp(max=sums_SW.shape[1])[:, None] - 1)[:, 0]
 
 
-def _in_order(logits_SV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def in_order(logits_SV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The first ``width`` (logits, ids) of each row by logit descending, id ascending."""
     vocab = logits_SV.shape[1]
     # One unique integer for each id: the float's bits, made to sort as the number does, above the reversed
@@ -207,9 +259,7 @@ def _in_order(logits_SV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     sortable_SV = bits_SV ^ ((bits_SV >> 31) & 0x7FFFFFFF)
     reversed_V = _LARGEST_ID - torch.arange(vocab, device=logits_SV.device)
     keys_SV = sortable_SV.long().bitwise_left_shift_(32).add_(reversed_V)
-    if width < vocab:
-        keys_SW = keys_SV.topk(width, sorted=True).values
-    else:
-        keys_SW = keys_SV.sort(-1, descending=True).values
+    ordered = keys_SV.topk(width, sorted=True) if width < vocab else keys_SV.sort(-1, descending=True)
+    keys_SW = ordered.values
     ids_SW = _LARGEST_ID - (keys_SW & 0xFFFFFFFF)
     return logits_SV.gather(1, ids_SW), ids_SW

@@ -1,0 +1,325 @@
+"""The decode step, captured once for each bucket of batch sizes and replayed.
+
+A captured step reads its inputs from buffers that never move; rows that a batch leaves over write to a
+scratch block that no sequence owns.  How a step is recorded is a ``Capture``'s business: ``CudaCapture``
+makes CUDA graphs, ``EagerCapture`` runs the same step over the same buffers anywhere.
+Legend: S rows of a bucket, B blocks per table, P positions in a block, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gtp_serve.config import EngineConfig
+from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
+from gtp_serve.errors import UsageError
+from gtp_serve.kv.blocks import blocks_for
+from gtp_serve.kv.pool import KVPool
+from gtp_serve.models.decoder import Decoder
+from gtp_serve.ops.batch import Batch, Taps
+from gtp_serve.refit.apply import Target
+
+SCRATCH_BLOCKS = 1
+"""Blocks that a pool under captured steps has beyond those that the scheduler hands out: the last ones."""
+_WARM_UPS = 2
+
+
+class CapturableModel(Protocol):
+    """What captured steps need of a decoder."""
+
+    def forward(
+        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
+    ) -> Tensor:
+        """Logits, as ``Decoder.forward``; of single tokens it must ask the host nothing."""
+        ...
+
+    def targets(self) -> list[Target]:
+        """All parameters."""
+        ...
+
+
+class Recorded(Protocol):
+    """One step that can be run again."""
+
+    def replay(self) -> Tensor:
+        """Run it on what its buffers hold now; the result is always in the same memory."""
+        ...
+
+
+class Capture(Protocol):
+    """How steps are recorded on a device."""
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded:
+        """Record one step; it may be run several times for that."""
+        ...
+
+
+class EagerCapture:
+    """Records nothing: each replay runs the step again."""
+
+    def record(self, step: Callable[[], Tensor]) -> EagerStep:
+        """Run it once, for the memory of its result."""
+        return EagerStep(step, step().clone())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerStep:
+    """A step that is run anew, its result copied to where a recorded one would be."""
+
+    step: Callable[[], Tensor]
+    output: Tensor
+
+    def replay(self) -> Tensor:
+        """See ``Recorded``."""
+        return self.output.copy_(self.step())
+
+
+class CudaCapture:
+    """CUDA graphs that share one memory pool: they never run at the same time."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = torch.device(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def record(self, step: Callable[[], Tensor]) -> CudaStep:
+        """Run it until kernels are compiled and libraries set up, then record it."""
+        self._warm_up(step)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a refit's threads may allocate while this one records.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = step()
+        return CudaStep(graph, output)
+
+    def _warm_up(self, step: Callable[[], Tensor]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                step()
+        current.wait_stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaStep:
+    """A graph and its result, which keeps its place in the pool."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+    def replay(self) -> Tensor:
+        """See ``Recorded``.  Runs on the current stream and is not waited for."""
+        self.graph.replay()
+        return self.output
+
+
+class StaticInputs:
+    """The buffers that one bucket's step reads; all rows are padding at first.
+
+    A padding row is token 0 at position 0 of the scratch block: it writes there and attends to nothing else.
+    """
+
+    def __init__(
+        self, size: int, *, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
+    ) -> None:
+        self._scratch_block, self._scratch_slot = scratch_block, scratch_block * block_size
+        self._columns_3S = torch.zeros((3, size), dtype=torch.int64, device=device)
+        self._columns_3S[2] = self._scratch_slot
+        self._tables_SB = torch.full((size, max_blocks), scratch_block, dtype=torch.int64, device=device)
+        self.batch = Batch(
+            token_ids_T=self._columns_3S[0],
+            positions_T=self._columns_3S[1],
+            slots_T=self._columns_3S[2],
+            query_starts=tuple(range(size + 1)),
+            # Bounds: what is captured goes by positions.
+            context_lens=(max_blocks * block_size,) * size,
+            block_tables_SB=self._tables_SB,
+            logit_rows_S=torch.arange(size, device=device),
+        )
+
+    def load(self, batch: Batch) -> None:
+        """Put a batch into the first rows and padding into the others; two copies, neither waited for."""
+        count, width = batch.block_tables_SB.shape
+        columns_3S = self._staging(self._columns_3S.shape, batch)
+        for row, values in enumerate((batch.token_ids_T, batch.positions_T, batch.slots_T)):
+            columns_3S[row, :count] = values
+        columns_3S[:2, count:] = 0
+        columns_3S[2, count:] = self._scratch_slot
+        tables_SB = self._staging((self._tables_SB.shape[0], width), batch)
+        tables_SB[:count] = batch.block_tables_SB
+        tables_SB[count:] = self._scratch_block
+        self._columns_3S.copy_(columns_3S, non_blocking=True)
+        self._tables_SB[:, :width].copy_(tables_SB, non_blocking=True)
+
+    def _staging(self, shape: Sequence[int], batch: Batch) -> Tensor:
+        source, target = batch.token_ids_T.device, self._columns_3S.device
+        # Pinned memory is not handed out again before the copy out of it is done.
+        pinned = source.type == "cpu" and target.type == "cuda"
+        return torch.empty(tuple(shape), dtype=torch.int64, device=source, pin_memory=pinned)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    inputs: StaticInputs
+    step: Recorded
+
+
+class DecodeGraphs:
+    """A decoder whose decode steps are replayed where a bucket is captured, and run eagerly where not.
+
+    It stands where the decoder stands.  Buckets are captured one at a time, largest first, so that from the
+    first one on every decode batch fits; call ``capture_next`` between steps until it returns False.
+
+    :param pool: has SCRATCH_BLOCKS blocks beyond the scheduler's; addresses are taken from it.
+    :param sizes: batch sizes to capture.
+    :param max_blocks: the longest block table of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: CapturableModel,
+        pool: KVPool,
+        capture: Capture,
+        *,
+        sizes: Sequence[int],
+        max_blocks: int,
+    ) -> None:
+        self._model, self._pool, self._capture = model, pool, capture
+        self._device = pool.keys[0].device
+        self._max_blocks = max_blocks
+        self._pending = sorted(set(sizes), reverse=True)
+        self._buckets: dict[int, _Bucket] = {}
+        self.failures: dict[int, str] = {}
+        """Sizes that could not be captured, and why; they run in a larger bucket or eagerly."""
+        self.replayed, self.ran_eagerly = 0, 0
+        self.addresses = AddressRegistry(self._tensors)
+
+    @property
+    def captured(self) -> list[int]:
+        """Sizes that can be replayed, ascending."""
+        return sorted(self._buckets)
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture the largest size that is left; returns whether there was one."""
+        if not self._pending:
+            return False
+        size = self._pending.pop(0)
+        try:
+            self._buckets[size] = self._record(size)
+        except Exception as error:  # whatever a device says to recording: eager steps go on
+            self.failures[size] = f"{type(error).__name__}: {error}"
+        else:
+            if len(self._buckets) == 1:
+                self.addresses.register()
+        return True
+
+    def _record(self, size: int) -> _Bucket:
+        inputs = StaticInputs(
+            size,
+            max_blocks=self._max_blocks,
+            block_size=self._pool.block_size,
+            scratch_block=self._pool.num_blocks - SCRATCH_BLOCKS,
+            device=self._device,
+        )
+        keys, values = self._pool.keys, self._pool.values
+        return _Bucket(inputs, self._capture.record(lambda: self._model.forward(inputs.batch, keys, values)))
+
+    def fits(self, batch: Batch) -> bool:
+        """Each sequence brings one token, logits alone are wanted, and a captured bucket is large enough."""
+        return (
+            batch.decode_only
+            and batch.score_rows_R is None
+            and batch.block_tables_SB.shape[1] <= self._max_blocks
+            and self._size_for(len(batch.context_lens)) is not None
+        )
+
+    def _size_for(self, count: int) -> int | None:
+        return min((size for size in self._buckets if size >= count), default=None)
+
+    @torch.inference_mode()
+    def replay(self, batch: Batch) -> Tensor:
+        """Logits [rows wanted, V] float32 of a batch that fits; rows wanted are ascending, each once.
+
+        The result is read by work on the same stream before the next replay, or it is lost.
+
+        :param batch: on the CPU (cheapest) or on the model's device.
+        :raises ValueError: it does not fit.
+        """
+        count = len(batch.context_lens)
+        size = self._size_for(count)
+        if size is None or not self.fits(batch):
+            raise ValueError(f"a batch of {count} sequences fits none of the buckets {self.captured}")
+        bucket = self._buckets[size]
+        bucket.inputs.load(batch)
+        logits = bucket.step.replay()[:count]
+        self.replayed += 1
+        wanted = batch.logit_rows_S
+        return logits if len(wanted) == count else logits.index_select(0, wanted.to(self._device))
+
+    def forward(
+        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
+    ) -> Tensor:
+        """``replay`` where it fits and nothing is tapped that a replay cannot give, else the model's own.
+
+        :param keys: the pool's, as ``values``.
+        """
+        if self.fits(batch) and (taps is None or taps.routes is None):
+            return self.replay(batch)
+        self.ran_eagerly += 1
+        return self._model.forward(batch.to(self._device), keys, values, taps)
+
+    def targets(self) -> list[Target]:
+        """The model's parameters."""
+        return self._model.targets()
+
+    def _tensors(self) -> NamedTensors:
+        for target in self._model.targets():
+            yield target.shard.key, target.tensor
+        for layer, (keys, values) in enumerate(zip(self._pool.keys, self._pool.values, strict=True)):
+            yield f"the KV cache's keys of layer {layer}", keys
+            yield f"the KV cache's values of layer {layer}", values
+
+
+def bucket_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16, then each power of two and what lies halfway, and the largest itself."""
+    sizes = [1, 2, 4, 8, *(base << power for power in range(12) for base in (16, 24))]
+    return sorted({size for size in sizes if size < largest} | {largest})
+
+
+def refusal(decoder: Decoder, config: EngineConfig) -> str | None:
+    """Why this decoder's steps cannot be captured as CUDA graphs; None when they can."""
+    ops = decoder.placement.ops
+    if torch.device(config.device).type != "cuda":
+        return f"there are no CUDA graphs on {config.device}"
+    if not ops.capturable:
+        return f"attention of {ops.name} asks the host for lengths"
+    if config.model.moe is not None and not ops.captures_experts:
+        return f"routed experts of {ops.name} ask the host how many tokens each expert has"
+    return None
+
+
+def build_graphs(decoder: Decoder, pool: KVPool, config: EngineConfig, capture: Capture | None = None) -> DecodeGraphs:
+    """Nothing captured yet.
+
+    :param capture: CUDA graphs by default.
+    :raises UsageError: the decoder cannot be captured (see ``refusal``).
+    """
+    if capture is None and (reason := refusal(decoder, config)) is not None:
+        raise UsageError(f"the decode step cannot be captured: {reason}")
+    if not decoder.placement.ops.capturable:
+        raise UsageError(f"the decode step cannot be captured with {decoder.placement.ops.name}")
+    if pool.num_blocks != config.cache.num_blocks + SCRATCH_BLOCKS:
+        raise ValueError(f"{pool.num_blocks} blocks in the pool, {config.cache.num_blocks} in the configuration")
+    return DecodeGraphs(
+        decoder,
+        pool,
+        CudaCapture(config.device) if capture is None else capture,
+        sizes=bucket_sizes(config.max_running),
+        max_blocks=blocks_for(config.max_context, config.cache.block_size),
+    )
