@@ -121,4 +121,10 @@ class EngineConfig:
     """Tokens in one step, prefill chunks and decodes together."""
     max_waiting: int = 1024
     """Requests in the queue before QueueFull."""
+    prefix_cache: bool = True
+    """Full KV blocks are kept and reused by whatever begins with the same tokens."""
+    graphs: bool = True
+    """Capture decode steps where the device and the model allow it."""
+    deterministic: bool = False
+    """A token's log-probability has the same bits whatever is computed beside it."""
     weight_version: str = "0"

@@ -103,9 +103,7 @@ class ScriptedRunner:
         token_ids: list[int] = []
         logprobs: list[float] = []
         for item in plan.items:
-            for slot, token, at in zip(
-                item.slots(plan.block_size), item.token_ids, item.positions, strict=True
-            ):
+            for slot, token, at in zip(item.slots(plan.block_size), item.token_ids, item.positions, strict=True):
                 self.memory[slot] = (token, at)
         for item in plan.samplers:
             assert item.sample is not None
@@ -116,9 +114,7 @@ class ScriptedRunner:
         return ScriptedPending(StepResult(token_ids=tuple(token_ids), logprobs=tuple(logprobs)), self.delay)
 
     def _context(self, table: Sequence[int], length: int, block_size: int) -> list[int]:
-        entries = [
-            self.memory[table[at // block_size] * block_size + at % block_size] for at in range(length)
-        ]
+        entries = [self.memory[table[at // block_size] * block_size + at % block_size] for at in range(length)]
         if [at for _, at in entries] != list(range(length)):
             raise AssertionError(f"the KV memory holds other positions: {entries}")
         return [token for token, _ in entries]

@@ -6,9 +6,8 @@ that no caller can bring a value into a step that breaks it.
 
 from __future__ import annotations
 
-from math import isfinite
-
 from gtp_serve.config import EngineConfig
+from gtp_serve.engine.limits import check_options, check_sampling
 from gtp_serve.errors import PromptTooLong, RequestRejected
 from gtp_serve.kv.blocks import cache_tokens
 from gtp_serve.request import Request, SamplingParams
@@ -21,7 +20,8 @@ def check_request(request: Request, config: EngineConfig) -> None:
     :raises RequestRejected: an empty prompt, a token id that does not exist, a sampling value out of range.
     """
     _check_prompt(request.input_ids, config)
-    _check_sampling(request.sampling)
+    check_sampling(request.sampling, config.model.vocab_size)
+    check_options(request, config.model.vocab_size)
     _check_ids(request.sampling.stop_token_ids, config.model.vocab_size, "sampling_params.stop_token_ids")
     _check_something_is_allowed(request.sampling, config)
     _check_length(len(request.input_ids), request.sampling.max_new_tokens, config)
@@ -43,27 +43,6 @@ def _check_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
         code="bad-token-id",
         param=param,
     )
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    new, least = sampling.max_new_tokens, sampling.min_new_tokens
-    _require(new >= 1, "max_new_tokens", new, "at least 1")
-    _require(0 <= least <= new, "min_new_tokens", least, f"0 to max_new_tokens ({new})")
-    _require(
-        isfinite(sampling.temperature) and sampling.temperature >= 0,
-        "temperature",
-        sampling.temperature,
-        "0 or more",
-    )
-    _require(sampling.top_k == -1 or sampling.top_k >= 1, "top_k", sampling.top_k, "-1 (all) or at least 1")
-    _require(0 < sampling.top_p <= 1, "top_p", sampling.top_p, "above 0, at most 1")
-    _require(0 <= sampling.min_p <= 1, "min_p", sampling.min_p, "0 to 1")
-
-
-def _require(holds: bool, name: str, value: float, needed: str) -> None:
-    if not holds:
-        param = f"sampling_params.{name}"
-        raise RequestRejected(f"{param} is {value}", [("needed", needed)], param=param)
 
 
 def _check_something_is_allowed(sampling: SamplingParams, config: EngineConfig) -> None:

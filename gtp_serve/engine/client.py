@@ -100,9 +100,7 @@ class EngineClient:
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
-    async def start(
-        cls, argv: Sequence[str], *, on_phase: Callable[[Phase], None] | None = None
-    ) -> EngineClient:
+    async def start(cls, argv: Sequence[str], *, on_phase: Callable[[Phase], None] | None = None) -> EngineClient:
         """Run ``argv`` with ``--endpoint URL`` added as the engine process; returns while it is still
         starting.
 
@@ -285,9 +283,7 @@ class EngineClient:
     def _handle(self, message: FromWorker) -> None:
         match message:
             case Hello():
-                shutil.rmtree(
-                    self._folder, ignore_errors=True
-                )  # connected: a kill -9 can leave nothing behind now
+                shutil.rmtree(self._folder, ignore_errors=True)  # connected: a kill -9 can leave nothing behind now
             case Phase():
                 self._note_phase(message)
             case Ready():

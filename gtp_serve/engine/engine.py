@@ -1,8 +1,9 @@
-"""The engine: one scheduler, one runner, one step at a time.  No torch of its own, no process, no socket.
+"""The engine: one scheduler, one runner, one step under way.  No torch of its own, no process, no socket.
 
-    add, abort ...   step: schedule -> launch -> wait -> commit -> events   add, abort ...   step ...
+    step: wait, commit n, schedule n+1, launch n+1 -> events of n     add, abort, send them ...     step ...
+                                                |------------ n+1 computes -------------------------|
 
-A step that raises costs the requests in it and no others; three in a row end the engine.
+A step that raises costs the requests in it and no others; three in a row, or an EngineFault, end the engine.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.messages import EngineStats
 from gtp_serve.engine.scheduler import Scheduler
-from gtp_serve.engine.step import Runner, StepPlan
+from gtp_serve.engine.step import Pending, Runner, StepPlan, StepResult
+from gtp_serve.engine.thread import InThread
 from gtp_serve.errors import EngineFault, RequestRejected
 from gtp_serve.request import Request, TokenEvent
 
@@ -27,12 +30,24 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@dataclass(kw_only=True, slots=True)
+class _UnderWay:
+    """A step that was started."""
+
+    plan: StepPlan
+    pending: Pending
+    started: float
+    outcome: StepResult | Exception | None = None
+    """None until it was waited for."""
+
+
 class Engine:
     """Requests in, token events out.  Not thread-safe: one caller drives it.
 
     :param clock: seconds, monotonic.
     :param draw_seed: seeds for requests that bring none; the scheduler's own choice by default.
     :param log: takes the traceback of a failed step.
+    :param check: raises EngineFault when something that the runner needs is gone, for example a rank.
     """
 
     def __init__(
@@ -43,12 +58,18 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] | None = None,
         log: Callable[[str], None] = _to_stderr,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._runner = runner
+        self.check = check
+        """For whoever drives the engine to call before each step, and while idle."""
+        self._runner = InThread(runner) if config.device == "cpu" else runner
         self._clock = clock
         self._log = log
-        self._scheduler = Scheduler(config) if draw_seed is None else Scheduler(config, draw_seed=draw_seed)
+        self._scheduler = (
+            Scheduler(config, clock=clock) if draw_seed is None else Scheduler(config, clock=clock, draw_seed=draw_seed)
+        )
+        self._under_way: _UnderWay | None = None
         self._undelivered: list[TokenEvent] = []
         self._failed_in_a_row = 0
         self._rejected = 0
@@ -84,33 +105,74 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return bool(self._undelivered) or self._scheduler.has_work()
+        return bool(self._undelivered) or self._under_way is not None or self._scheduler.has_work()
+
+    def wait(self) -> None:
+        """Until the step under way, if any, is computed: what is added now takes part in the next one, and
+        ``step`` does not block.
+        """
+        under_way = self._under_way
+        if under_way is None or under_way.outcome is not None:
+            return
+        self._scheduler.prepare()
+        try:
+            under_way.outcome = under_way.pending.wait()
+        except Exception as error:
+            under_way.outcome = error
+        self._step_seconds += self._clock() - under_way.started
 
     def step(self) -> list[TokenEvent]:
-        """One pass through the model; events of all sequences, at most one of each that took part.
+        """Finish the step under way (one is started if there is none) and start the next.
 
-        :raises EngineFault: when MAX_FAILED_STEPS steps in a row have failed.
+        :returns: events of all sequences of the finished step that sampled, and the last events of requests
+            that were aborted or late.
+        :raises EngineFault: when MAX_FAILED_STEPS steps in a row have failed, or the runner cannot go on.
         """
         events, self._undelivered = self._undelivered, []
+        if self._under_way is None:
+            events += self._start()
+        events += self._finish()
+        return events + self._start()
+
+    def set_weight_version(self, version: str) -> None:
+        """After the step under way, which is finished first: tokens are made by other weights from now on."""
+        self._undelivered += self._finish()
+        self._scheduler.set_weight_version(version)
+
+    def _start(self) -> list[TokenEvent]:
+        """Schedule and launch a step if there is work; events of requests that ended by it."""
+        events = self._scheduler.expire()
         plan = self._scheduler.schedule()
         if plan is None:
             return events
-        started = self._clock()
-        events += self._carry_out(plan)
-        self._step_seconds += self._clock() - started
         self._steps += 1
         self._step_tokens += plan.num_tokens
+        started = self._clock()
+        try:
+            self._under_way = _UnderWay(plan=plan, pending=self._runner.launch(plan), started=started)
+        except Exception as error:
+            self._step_seconds += self._clock() - started
+            return events + self._failed(plan, error)
         return events
 
-    def _carry_out(self, plan: StepPlan) -> list[TokenEvent]:
+    def _finish(self) -> list[TokenEvent]:
+        """Wait for the step under way, if there is one, and take its tokens."""
+        self.wait()
+        done, self._under_way = self._under_way, None
+        if done is None:
+            return []
         try:
-            events = self._scheduler.commit(plan, self._runner.launch(plan).wait())
+            if not isinstance(done.outcome, StepResult):
+                raise done.outcome or AssertionError("a step was not waited for")
+            events = self._scheduler.commit(done.plan, done.outcome)
         except Exception as error:
-            return self._failed(plan, error)
+            return self._failed(done.plan, error)
         self._failed_in_a_row = 0
         return events
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
+        if isinstance(error, EngineFault):
+            raise error
         self._log("".join(traceback.format_exception(error)))
         self._failed_in_a_row += 1
         self._failed_steps += 1
@@ -135,6 +197,9 @@ class Engine:
             kv_blocks_used=scheduler.blocks.num_used,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            prefix_queries_total=counters.prefix_queries,
+            prefix_hits_total=counters.prefix_hits,
             preemptions_total=counters.preemptions,
             non_finite_total=counters.non_finite,
             requests_total={**counters.finished, "rejected": self._rejected},

@@ -29,7 +29,18 @@ def build_batch(plan: StepPlan, device: str | torch.device) -> Batch:
         context_lens=tuple(item.context_len for item in items),
         block_tables_SB=torch.tensor(tables, dtype=torch.int64, device=device),
         logit_rows_S=column([end - 1 for item, end in zip(items, starts[1:], strict=True) if item.sample]),
+        score_rows_R=column(scored) if (scored := _score_rows(plan, starts)) else None,
     )
+
+
+def _score_rows(plan: StepPlan, starts: tuple[int, ...]) -> list[int]:
+    """Rows of all items whose next token's log-probability is wanted."""
+    return [
+        start + item.score.first + row
+        for item, start in zip(plan.items, starts, strict=False)
+        if item.score is not None
+        for row in range(len(item.score.targets))
+    ]
 
 
 def build_rows(plan: StepPlan) -> SamplingRows:

@@ -30,7 +30,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens computed, each counted once however often it is recomputed."""
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache when their request was first admitted."""
+    prefix_queries_total: int = 0
+    """Tokens of admissions, those after a preemption included."""
+    prefix_hits_total: int = 0
+    """Of these, found in the prefix cache."""
     preemptions_total: int = 0
     non_finite_total: int = 0
     """Requests that failed because their logits were not finite."""

@@ -10,7 +10,7 @@ import os
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from gtp_serve.errors import EngineFault, EnvironmentFault
@@ -72,37 +72,42 @@ class WorkerProcess:
 
     def fault(self, code: int, doing: str) -> EngineFault:
         """What a death with this exit code means, in words."""
-        who = f"the engine process (pid {self.pid})"
-        details: list[tuple[str, str]] = []
-        if code >= 0:
-            seen = f"{who} ended with exit code {code} while {doing}"
-        else:
-            seen = f"{who} got signal {-code} while {doing}"
-            if -code in _LIKELY:
-                details.append(("likely", _LIKELY[signal.Signals(-code)]))
-            if -code == signal.SIGKILL:
-                details.append(("check", "dmesg -T | grep -i oom"))
-        if self._tail:
-            details.append(("last output", "\n".join(self._tail)))
-        return EngineFault(seen, details)
+        return death_of(f"the engine process (pid {self.pid})", code, doing, self._tail)
 
     async def _forward(self) -> None:
         assert self._process.stderr is not None  # it was asked for
         line = b""
         while chunk := await self._process.stderr.read(1 << 16):
-            _write_all(chunk)
+            pass_on(chunk)
             *lines, line = (line + chunk).split(b"\n")
-            self._tail.extend(map(_text, lines))
+            self._tail.extend(map(line_text, lines))
             line = line[-_LINE_LIMIT:]
         if line:
-            self._tail.append(_text(line))
+            self._tail.append(line_text(line))
 
 
-def _text(line: bytes) -> str:
+def death_of(who: str, code: int, doing: str, last_lines: Iterable[str]) -> EngineFault:
+    """The error for a process that ended with an exit code (minus the signal that ended it)."""
+    details: list[tuple[str, str]] = []
+    if code >= 0:
+        seen = f"{who} ended with exit code {code} while {doing}"
+    else:
+        seen = f"{who} got signal {-code} while {doing}"
+        if -code in _LIKELY:
+            details.append(("likely", _LIKELY[signal.Signals(-code)]))
+        if -code == signal.SIGKILL:
+            details.append(("check", "dmesg -T | grep -i oom"))
+    last = "\n".join(last_lines)
+    return EngineFault(seen, [*details, ("last output", last)] if last else details)
+
+
+def line_text(line: bytes) -> str:
+    """A line of a process's output as it is kept."""
     return line[-_LINE_LIMIT:].decode("utf-8", "replace").rstrip()
 
 
-def _write_all(data: bytes) -> None:
-    with suppress(OSError):  # our own stderr may be gone; the engine must not hang on that
+def pass_on(data: bytes) -> None:
+    """Write a child's output to our own stderr, which may be gone; the child must not hang on that."""
+    with suppress(OSError):
         while data:
             data = data[os.write(_STDERR, data) :]

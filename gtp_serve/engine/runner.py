@@ -6,53 +6,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gtp_serve.config import EngineConfig
-from gtp_serve.engine.inputs import build_batch, build_rows
-from gtp_serve.engine.step import NO_TOKEN, StepPlan, StepResult
+from gtp_serve.engine.grammar import GrammarCompiler
+from gtp_serve.engine.inputs import build_batch
+from gtp_serve.engine.sampler import PendingTokens, Sampler
+from gtp_serve.engine.step import StepPlan
 from gtp_serve.kv.pool import KVPool
-from gtp_serve.ops.batch import Batch
-from gtp_serve.ops.sampling import Sampled, sample
+from gtp_serve.ops.batch import Batch, Taps
 
 
 class ForwardPass(Protocol):
     """What the runner needs of a decoder."""
 
-    def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
+    ) -> Tensor:
         """Write the batch's K and V; return logits ``[rows wanted, vocab_rows]``, float32."""
         ...
 
 
-class PendingTokens:
-    """Tokens that the device may still be working on."""
-
-    def __init__(self, sampled: Sampled) -> None:
-        self._sampled = sampled
-
-    def wait(self) -> StepResult:
-        """The step's tokens, on the host."""
-        sampled = self._sampled
-        token_ids = torch.where(sampled.finite_S, sampled.token_ids_S, NO_TOKEN)
-        return StepResult(token_ids=tuple(token_ids.tolist()), logprobs=tuple(sampled.logprobs_S.tolist()))
-
-
 class ModelRunner:
-    """Runs plans on one decoder and one KV pool, on the device of the configuration."""
+    """Runs plans on one decoder and one KV pool, on the device of the configuration.
 
-    def __init__(self, decoder: ForwardPass, pool: KVPool, config: EngineConfig) -> None:
+    :param together: entered around each forward pass, when its inputs are built: it tells the other ranks.
+    :param grammars: compiles grammars for the model's tokenizer, if it has one.
+    """
+
+    def __init__(
+        self,
+        decoder: ForwardPass,
+        pool: KVPool,
+        config: EngineConfig,
+        *,
+        together: Callable[[StepPlan], AbstractContextManager[None]] = lambda plan: nullcontext(),
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._config = config
+        self._together = together
+        self._sampler = Sampler(vocab_size=config.model.vocab_size, device=config.device, grammars=grammars)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, taps: Taps | None = None) -> Tensor:
+        """The pass through the model alone, as a rank does that does not sample: logits."""
+        batch = build_batch(plan, self._config.device)
+        with self._together(plan):
+            if taps is None:
+                return self._decoder.forward(batch, self._pool.keys, self._pool.values)
+            return self._decoder.forward(batch, self._pool.keys, self._pool.values, taps)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Start the step."""
-        batch = build_batch(plan, self._config.device)
-        logits = self._decoder.forward(batch, self._pool.keys, self._pool.values)
-        vocab_size = self._config.model.vocab_size
-        return PendingTokens(sample(logits, build_rows(plan), vocab_size=vocab_size))
+        prepared = self._sampler.begin(plan)
+        return self._sampler.finish(prepared, self.forward(plan, prepared.taps))

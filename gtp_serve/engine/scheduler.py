@@ -4,11 +4,15 @@ Everything goes by arrival.  Running sequences are served oldest first, so decod
 chunks of newer ones; the rest of ``max_step_tokens`` goes to new admissions in the same order.  When blocks
 run out, a sequence may take them from newer ones only: the oldest always moves, so everything ends.  Hence,
 always: every running sequence is older than every waiting one.
+
+Full blocks of running, ended and preempted sequences are found again by their content.  A request whose next
+block is being computed by a running one waits for it, and so do those behind it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from secrets import randbits
@@ -16,9 +20,19 @@ from secrets import randbits
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.admission import check_request
 from gtp_serve.engine.sequence import Sequence, State
-from gtp_serve.engine.step import NO_TOKEN, StepItem, StepPlan, StepResult
+from gtp_serve.engine.step import (
+    COMPLETE,
+    DEAD_END,
+    NO_TOKEN,
+    NOT_YET,
+    StepItem,
+    StepPlan,
+    StepResult,
+    TokenDetails,
+)
 from gtp_serve.errors import QueueFull, RequestRejected, UsageError
 from gtp_serve.kv.blocks import BlockAllocator, blocks_for
+from gtp_serve.kv.prefix import PrefixCache, PrefixChain, root_digest
 from gtp_serve.request import FinishReason, Request, TokenEvent
 
 
@@ -32,6 +46,9 @@ class Counters:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     preemptions: int = 0
     non_finite: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
@@ -41,21 +58,32 @@ class Scheduler:
     """All sequences of one engine: ``add`` and ``abort``; ``schedule`` and ``commit`` (or ``fail``) in turn.
 
     :param draw_seed: gives a seed to a request that brings none.
+    :param clock: seconds, monotonic; deadlines are kept by it.
     :raises UsageError: when a limit of the configuration allows nothing.
     """
 
-    def __init__(self, config: EngineConfig, *, draw_seed: Callable[[], int] = _draw_seed) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        draw_seed: Callable[[], int] = _draw_seed,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         _check_limits(config)
         self.config = config
         self.weight_version = config.weight_version
         self.blocks = BlockAllocator(config.cache.num_blocks)
+        self.prefixes = PrefixCache(self.blocks)
         self.counters = Counters()
         self._draw_seed = draw_seed
+        self._clock = clock
         self._eos = tuple(i for i in config.model.eos_token_ids if 0 <= i < config.model.vocab_size)
         self._by_rid: dict[str, Sequence] = {}
+        self._timed: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._arrivals = 0
+        self._generation = 0
         self._plans = 0
         self._in_flight: tuple[StepPlan, tuple[Sequence, ...]] | None = None
 
@@ -88,10 +116,20 @@ class Scheduler:
         check_request(request, self.config)
         self._check_queue()
         seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
-        seq = Sequence(request, arrival=self._arrivals, seed=seed, eos_token_ids=self._eos)
+        limit = request.deadline_seconds
+        seq = Sequence(
+            request,
+            arrival=self._arrivals,
+            seed=seed,
+            eos_token_ids=self._eos,
+            deadline=None if limit is None else self._clock() + limit,
+        )
         self._arrivals += 1
         self._by_rid[request.rid] = seq
+        if seq.deadline is not None:
+            self._timed[request.rid] = seq
         self._waiting.append(seq)
+        self._name_blocks(seq)
 
     def _check_queue(self) -> None:
         # Requests that will start with the next step do not wait; the bound is on those behind them.
@@ -102,9 +140,7 @@ class Scheduler:
                 [("try", "again in a while, or raise the limit")],
             )
 
-    def abort(
-        self, rid: str, message: str = "aborted by the client", code: str = "aborted"
-    ) -> TokenEvent | None:
+    def abort(self, rid: str, message: str = "aborted by the client", code: str = "aborted") -> TokenEvent | None:
         """End a request in whatever state; its blocks are free at once.  None when there is no such request.
 
         Also legal between ``schedule`` and ``commit``: what the step gives for it is dropped.
@@ -114,10 +150,35 @@ class Scheduler:
             return None
         return self._finish(seq, FinishReason(type="abort", message=message, code=code))
 
+    def expire(self) -> list[TokenEvent]:
+        """End the requests whose deadline has passed, in whatever state, as ``abort`` does."""
+        if not self._timed:
+            return []
+        now = self._clock()
+        late = [seq for seq in self._timed.values() if seq.deadline is not None and seq.deadline <= now]
+        return [self._finish(seq, _too_late(seq)) for seq in late]
+
+    def set_weight_version(self, version: str) -> None:
+        """From the next step on tokens are made by other weights; KV of the old ones is not shared any more.
+
+        Sequences that are running go on with the KV that they have.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("a step with the old weights is under way")
+        self.weight_version = version
+        self._generation += 1
+        for seq in self._running:
+            self._disclaim(seq)
+        for seq in self._by_rid.values():
+            seq.chain = None  # a waiting one gets a new one
+
     # -- decide ------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do.  Commit (or fail) it before the next."""
+        """The next step, or None when there is nothing to do.  Commit (or fail) it before the next.
+
+        It completes what ``prepare`` has begun, if that was called.
+        """
         if self._in_flight is not None:
             raise RuntimeError("the last plan was not committed")
         chunks = self._plan_running()
@@ -131,7 +192,25 @@ class Scheduler:
         )
         self._plans += 1
         self._in_flight = (plan, tuple(seq for seq, _ in chunks))
+        for (seq, _), item in zip(chunks, plan.items, strict=True):
+            seq.in_flight = item
         return plan
+
+    def prepare(self) -> None:
+        """While a step is under way: blocks and admissions of the next one, as far as its tokens cannot change
+        them.  Who must yield to whom is left to ``schedule``.
+        """
+        budget = self.config.max_step_tokens
+        for seq in self._running:
+            count = min(seq.num_next, budget)
+            budget -= count
+            done = seq.num_computed + (len(seq.in_flight.token_ids) if seq.in_flight is not None else 0)
+            missing = blocks_for(done + count, self.config.cache.block_size) - len(seq.blocks)
+            if count and missing > self.blocks.num_free:
+                return
+            if count and missing > 0:
+                seq.blocks += self.prefixes.allocate(missing)
+        self._admit_waiting(budget)
 
     def _plan_running(self) -> list[tuple[Sequence, int]]:
         chunks: list[tuple[Sequence, int]] = []
@@ -153,36 +232,84 @@ class Scheduler:
         missing = blocks_for(seq.num_computed + count, size) - len(seq.blocks)
         while missing > self.blocks.num_free and self._running[-1] is not seq:
             self._preempt_newest()
-        seq.blocks += self.blocks.allocate(min(max(missing, 0), self.blocks.num_free))
+        if missing > 0:
+            seq.blocks += self.prefixes.allocate(min(missing, self.blocks.num_free))
         return min(count, len(seq.blocks) * size - seq.num_computed)
 
     def _preempt_newest(self) -> None:
         seq = self._running.pop()
+        self._disclaim(seq)
         self.blocks.release(seq.preempt())
         self._waiting.appendleft(seq)
         self.counters.preemptions += 1
 
     def _plan_admissions(self, chunks: list[tuple[Sequence, int]]) -> None:
-        budget = self.config.max_step_tokens - sum(count for _, count in chunks)
+        chunks += self._admit_waiting(self.config.max_step_tokens - sum(count for _, count in chunks))
+
+    def _admit_waiting(self, budget: int) -> list[tuple[Sequence, int]]:
+        chunks: list[tuple[Sequence, int]] = []
         while self._waiting and budget > 0 and len(self._running) < self.config.max_running:
             seq = self._waiting[0]
+            names = self._name_blocks(seq)[: seq.num_reusable // self.config.cache.block_size]
+            found = self.prefixes.find(names)
+            if len(found) < len(names) and self.prefixes.owner(names[len(found)]) is not None:
+                break  # a running sequence is computing it
             # Room for all its tokens, though perhaps only a chunk is fed now: an admission must not force the
             # next preemption.  What runs already has its blocks, or none is free and nothing is admitted.
-            if self._blocks_missing(seq) > self.blocks.num_free:
+            if not self._has_room(seq, found):
                 break
-            count = min(seq.num_pending, budget)
-            self._admit(seq, count)
+            self._admit(seq, found)
+            count = self._grow(seq, min(seq.num_pending, budget))
             budget -= count
             chunks.append((seq, count))
+        return chunks
 
-    def _admit(self, seq: Sequence, count: int) -> None:
+    def _has_room(self, seq: Sequence, found: list[int]) -> bool:
+        missing = blocks_for(len(seq.tokens), self.config.cache.block_size) - len(found)
+        return missing <= self.blocks.num_free - sum(map(self.blocks.is_idle, found))
+
+    def _admit(self, seq: Sequence, found: list[int]) -> None:
         self._waiting.popleft()
         self._running.append(seq)
         seq.admit()
-        seq.blocks = self.blocks.allocate(blocks_for(count, self.config.cache.block_size))
+        self.blocks.retain(found)
+        seq.blocks, seq.num_named = found, len(found)
+        seq.num_computed = len(found) * self.config.cache.block_size
+        self.prefixes.claim(self._name_blocks(seq)[len(found) :], seq)
+        self._count_hits(seq)
 
-    def _blocks_missing(self, seq: Sequence) -> int:
-        return blocks_for(len(seq.tokens), self.config.cache.block_size) - len(seq.blocks)
+    def _count_hits(self, seq: Sequence) -> None:
+        of_prompt = min(seq.num_computed, seq.prompt_len)
+        seq.num_counted = max(seq.num_counted, of_prompt)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = of_prompt
+            self.counters.cached_tokens += of_prompt
+        if self.config.prefix_cache:
+            self.counters.prefix_queries += len(seq.tokens)
+            self.counters.prefix_hits += seq.num_computed
+
+    # -- the prefix cache --------------------------------------------------------------------------
+
+    def _name_blocks(self, seq: Sequence) -> list[bytes]:
+        """Names of a sequence's full blocks under the weights of now; none when they are not to be shared."""
+        if seq.chain is None and self.config.prefix_cache and seq.num_computed == 0:
+            root = root_digest(generation=self._generation, version=self.weight_version, salt=seq.request.cache_salt)
+            seq.chain = PrefixChain(root, self.config.cache.block_size)
+        return [] if seq.chain is None else seq.chain.extend(seq.tokens)
+
+    def _share_blocks(self, seq: Sequence) -> None:
+        """Let others find the blocks that the last step has filled."""
+        full = seq.num_computed // self.config.cache.block_size
+        if full <= seq.num_named:
+            return
+        names = self._name_blocks(seq)[seq.num_named : full]
+        for name, block in zip(names, seq.blocks[seq.num_named :], strict=False):
+            self.prefixes.put(name, block)
+        seq.num_named = full
+
+    def _disclaim(self, seq: Sequence) -> None:
+        if seq.chain is not None:
+            self.prefixes.disclaim(seq.chain.digests[seq.num_named :], seq)
 
     # -- take the result ---------------------------------------------------------------------------
 
@@ -194,13 +321,18 @@ class Scheduler:
         """
         self._check_result(plan, result)
         events = []
-        rows = iter(zip(result.token_ids, result.logprobs, strict=True))
-        for seq, item in zip(self._land(plan), plan.items, strict=True):
+        details = result.details or (None,) * len(result.token_ids)
+        rows = iter(zip(result.token_ids, result.logprobs, details, strict=True))
+        for at, (seq, item) in enumerate(zip(self._land(plan), plan.items, strict=True)):
             row = None if item.sample is None else next(rows)
             if seq.state is not State.RUNNING:
                 continue
-            self._advance(seq, item)
-            if row is not None:
+            not_yet = row is not None and row[0] == NOT_YET
+            self._advance(seq, item.context_len - not_yet)
+            if seq.told is not None:
+                scores, routed = result.scores, result.routed
+                seq.told.collect(item, scores[at] if scores else None, routed[at] if routed else b"")
+            if row is not None and not not_yet:
                 events.append(self._take(seq, *row))
         return events
 
@@ -214,35 +346,50 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} is not under way")
         sequences = self._in_flight[1]
         self._in_flight = None
+        for seq in sequences:
+            seq.in_flight = None
         return sequences
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         wanted, got = len(plan.samplers), (len(result.token_ids), len(result.logprobs))
         if got != (wanted, wanted):
-            raise ValueError(
-                f"a step with {wanted} samplers gave {got[0]} tokens and {got[1]} log-probabilities"
-            )
+            raise ValueError(f"a step with {wanted} samplers gave {got[0]} tokens and {got[1]} log-probabilities")
         for token in result.token_ids:
-            if token != NO_TOKEN and not 0 <= token < self.config.model.vocab_size:
+            if token not in (NO_TOKEN, COMPLETE, DEAD_END, NOT_YET) and not 0 <= token < self.config.model.vocab_size:
                 raise ValueError(f"a step gave token id {token}; there are {self.config.model.vocab_size}")
 
-    def _advance(self, seq: Sequence, item: StepItem) -> None:
-        seq.num_computed = item.context_len
+    def _advance(self, seq: Sequence, num_computed: int) -> None:
+        seq.num_computed = num_computed
         counted = min(seq.num_computed, seq.prompt_len)
         self.counters.prompt_tokens += max(0, counted - seq.num_counted)
         seq.num_counted = max(counted, seq.num_counted)
+        self._share_blocks(seq)
 
-    def _take(self, seq: Sequence, token: int, logprob: float) -> TokenEvent:
+    def _take(self, seq: Sequence, token: int, logprob: float, details: TokenDetails | None) -> TokenEvent:
+        if token == COMPLETE:
+            return self._finish(seq, FinishReason(type="stop"))
+        if token == DEAD_END:
+            message = f"the grammar cannot go on after token {seq.num_output} of this request"
+            return self._finish(seq, FinishReason(type="abort", message=message, code="grammar-dead-end"))
         if token == NO_TOKEN:
             self.counters.non_finite += 1
+            self._disclaim(seq)
+            self.prefixes.forget(seq.blocks)
             message = f"the model gave logits that are not finite for token {seq.num_output} of this request"
             return self._finish(seq, FinishReason(type="abort", message=message, code="non-finite-logits"))
+        if seq.request.sampling.max_new_tokens == 0:
+            return self._finish(seq, FinishReason(type="length"), asked=True)
         self.counters.generation_tokens += 1
         reason = seq.append(token)
         if reason is not None:
-            return self._finish(seq, reason, (token,), (logprob,))
+            return self._finish(seq, reason, (token,), (logprob,), details)
         return TokenEvent(
-            rid=seq.rid, token_ids=(token,), logprobs=(logprob,), weight_version=self.weight_version
+            rid=seq.rid,
+            token_ids=(token,),
+            logprobs=(logprob,),
+            weight_version=self.weight_version,
+            cached_tokens=seq.cached_tokens or 0,
+            **({} if seq.told is None else seq.told.fields(details, token=True)),
         )
 
     def _finish(
@@ -251,10 +398,15 @@ class Scheduler:
         reason: FinishReason,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[float, ...] = (),
+        details: TokenDetails | None = None,
+        *,
+        asked: bool = False,
     ) -> TokenEvent:
         (self._running if seq.state is State.RUNNING else self._waiting).remove(seq)
+        self._disclaim(seq)
         self.blocks.release(seq.finish())
         del self._by_rid[seq.rid]
+        self._timed.pop(seq.rid, None)
         self.counters.finished[reason.type] += 1
         return TokenEvent(
             rid=seq.rid,
@@ -262,6 +414,8 @@ class Scheduler:
             logprobs=logprobs,
             weight_version=self.weight_version,
             finish=reason,
+            cached_tokens=seq.cached_tokens or 0,
+            **({} if seq.told is None else seq.told.fields(details, token=asked or bool(token_ids))),
         )
 
     # -- check itself ------------------------------------------------------------------------------
@@ -282,13 +436,18 @@ class Scheduler:
             all(seq.state is State.WAITING and not seq.blocks for seq in self._waiting),
             "waiting ones hold nothing",
         )
-        held = [block for seq in self._running for block in seq.blocks]
-        _must(len(held) == len(set(held)) == self.blocks.num_used, "each used block has one holder")
+        self.prefixes.check_invariants()
+        held = Counter(block for seq in self._running for block in seq.blocks)
+        _must(len(held) == self.blocks.num_used, "each used block has a holder")
+        _must(all(self.blocks.holders(block) == count for block, count in held.items()), "and all are counted")
+        running: list[object] = list(self._running)
+        _must(all(owner in running for owner in self.prefixes.owners), "only running sequences have claims")
         size = self.config.cache.block_size
         for seq in self._running:
             _must(seq.num_computed < len(seq.tokens), f"{seq.rid} has a token to feed")
             _must(seq.num_computed <= len(seq.blocks) * size, f"{seq.rid} has its KV in blocks")
-            _must(len(seq.blocks) <= blocks_for(len(seq.tokens), size), f"{seq.rid} holds no spare block")
+            _must(len(seq.blocks) <= blocks_for(len(seq.tokens) + 1, size), f"{seq.rid} holds no spare block")
+            _must(seq.num_named * size <= seq.num_computed, f"{seq.rid} shares computed blocks only")
 
 
 def _item(seq: Sequence, count: int) -> StepItem:
@@ -300,7 +459,15 @@ def _item(seq: Sequence, count: int) -> StepItem:
         start=start,
         block_table=tuple(seq.blocks),
         sample=seq.sample_spec() if complete else None,
+        score=None if seq.told is None else seq.told.score_spec(start, count),
+        routes=seq.told is not None and seq.told.routes,
     )
+
+
+def _too_late(seq: Sequence) -> FinishReason:
+    seconds = seq.request.deadline_seconds or 0.0
+    message = f"its {seconds:g} seconds were over after {seq.num_output} tokens"
+    return FinishReason(type="abort", message=message, code="deadline-exceeded")
 
 
 def _check_limits(config: EngineConfig) -> None:
@@ -311,9 +478,7 @@ def _check_limits(config: EngineConfig) -> None:
             raise UsageError(f"{name} is {value}", [("needed", f"at least {low}")])
     cache = config.cache
     if cache.block_size < 1 or cache.num_blocks < 1:
-        raise UsageError(
-            f"a KV cache of {cache.num_blocks} blocks of {cache.block_size} tokens holds nothing"
-        )
+        raise UsageError(f"a KV cache of {cache.num_blocks} blocks of {cache.block_size} tokens holds nothing")
 
 
 def _must(holds: bool, what: str) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from gtp_serve.engine.step import SampleSpec
+from gtp_serve.engine.step import SampleSpec, Shaping, StepItem
+from gtp_serve.engine.told import Told
+from gtp_serve.kv.prefix import PrefixChain
 from gtp_serve.request import FinishReason, Request
 
 
@@ -28,28 +30,43 @@ class Sequence:
 
     :param arrival: unique, grows with each request; older is smaller.
     :param eos_token_ids: the model's end tokens (they count unless the request ignores them).
+    :param deadline: when it is aborted, by the scheduler's clock.
     """
 
     __slots__ = (
         "_end_ids",
+        "_shaping",
         "_sorted_end_ids",
         "arrival",
         "blocks",
+        "cached_tokens",
+        "chain",
+        "deadline",
+        "in_flight",
         "num_computed",
         "num_counted",
+        "num_named",
         "prompt_len",
         "request",
         "seed",
         "state",
         "tokens",
+        "told",
     )
 
     def __init__(
-        self, request: Request, *, arrival: int, seed: int, eos_token_ids: Iterable[int] = ()
+        self,
+        request: Request,
+        *,
+        arrival: int,
+        seed: int,
+        eos_token_ids: Iterable[int] = (),
+        deadline: float | None = None,
     ) -> None:
         self.request = request
         self.arrival = arrival
         self.seed = seed
+        self.deadline = deadline
         self.state = State.WAITING
         self.tokens = list(request.input_ids)
         """Prompt, then what was generated."""
@@ -58,12 +75,24 @@ class Sequence:
         """Tokens whose K and V lie in ``blocks``."""
         self.num_counted = 0
         """Prompt tokens that the statistics have seen."""
+        self.cached_tokens: int | None = None
+        """Prompt tokens that were there already when it was first admitted; None before that."""
+        self.in_flight: StepItem | None = None
+        """Its part in the step under way."""
         self.blocks: list[int] = []
+        self.chain: PrefixChain | None = None
+        """Names of its full blocks; None when they are not to be shared, or not named yet."""
+        self.num_named = 0
+        """Leading blocks that came from the prefix cache or were put there."""
         ignored = request.sampling.ignore_eos
-        self._end_ids = frozenset(request.sampling.stop_token_ids) | frozenset(
-            () if ignored else eos_token_ids
-        )
+        self._end_ids = frozenset(request.sampling.stop_token_ids) | frozenset(() if ignored else eos_token_ids)
         self._sorted_end_ids = tuple(sorted(self._end_ids))
+        self._shaping = Shaping.of(
+            request.sampling, self.tokens, prompt_len=self.prompt_len, end_ids=self._sorted_end_ids
+        )
+        asks = request.logprobs is not None or request.return_routed_experts
+        self.told = Told(request) if asks else None
+        """What it is told beside its tokens."""
 
     @property
     def rid(self) -> str:
@@ -80,6 +109,24 @@ class Sequence:
         """Tokens that must still be fed before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose K and V may come from the prefix cache: something must be left to compute."""
+        if self.request.return_routed_experts:
+            return 0
+        told = self.num_output > 0  # what was asked about the prompt went out with the first token
+        cacheable = self.prompt_len if told else self.request.num_cacheable
+        return len(self.tokens) - 1 if cacheable >= self.prompt_len else cacheable
+
+    @property
+    def num_next(self) -> int:
+        """Tokens to be fed after the step under way; 0 when it is certain to end with that one."""
+        if self.in_flight is None:
+            return self.num_pending
+        if self.in_flight.sample is None:
+            return self.num_pending - len(self.in_flight.token_ids)
+        return 1 if self.num_output + 1 < self.request.sampling.max_new_tokens else 0
+
     def sample_spec(self) -> SampleSpec:
         """How the next token is chosen."""
         sampling = self.request.sampling
@@ -91,6 +138,8 @@ class Sequence:
             seed=self.seed,
             index=self.num_output,
             banned=self._sorted_end_ids if self.num_output < sampling.min_new_tokens else (),
+            shaping=self._shaping,
+            logprobs=self.request.logprobs,
         )
 
     def append(self, token: int) -> FinishReason | None:
@@ -124,5 +173,5 @@ class Sequence:
             raise RuntimeError(f"sequence {self.rid} is {self.state.value}")
 
     def _drop_kv(self) -> list[int]:
-        blocks, self.blocks, self.num_computed = self.blocks, [], 0
+        blocks, self.blocks, self.num_computed, self.num_named = self.blocks, [], 0, 0
         return blocks

@@ -6,11 +6,46 @@ follows needs nothing but the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from gtp_serve.request import LogprobOptions, SamplingParams, TopLogprobs
 
 NO_TOKEN = -1
 """In a StepResult: this row's logits were not finite, so nothing was sampled."""
+COMPLETE = -2
+"""In a StepResult: the grammar is complete and no end token may be chosen; the sequence ends without a token."""
+DEAD_END = -3
+"""In a StepResult: the grammar cannot go on (a limit of its parser, or no id fits); nothing was sampled."""
+NOT_YET = -4
+"""In a StepResult: the grammar is still being compiled; the same token must be fed again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class Shaping:
+    """What changes a sequence's logits over its whole life: penalties, bias, grammar, and what they depend on.
+
+    One for each sequence that needs it, compared by identity: whoever samples keeps its own state beside it
+    (counts, a parser) for as long as it lives, and brings that up to date from ``tokens``.
+    """
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    """Prompt, then output; grows in place, never changes."""
+    prompt_len: int
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the sequence, ascending."""
+
+    @staticmethod
+    def of(
+        params: SamplingParams, tokens: Sequence[int], *, prompt_len: int, end_ids: tuple[int, ...] = ()
+    ) -> Shaping | None:
+        """None when the parameters change nothing."""
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
+        if not any(penalties) and not params.logit_bias and params.grammar is None:
+            return None
+        return Shaping(params=params, tokens=tokens, prompt_len=prompt_len, end_ids=end_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +61,19 @@ class SampleSpec:
     """Which output token of its sequence this is, from 0; with the seed it decides the random number."""
     banned: tuple[int, ...] = ()
     """Ids that must not be chosen now, ascending."""
+    shaping: Shaping | None = field(default=None, compare=False, repr=False)
+    logprobs: LogprobOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreSpec:
+    """Rows of a prompt chunk whose next token's log-probability is wanted."""
+
+    first: int
+    """The first row, counted within the chunk; the others follow it."""
+    targets: tuple[int, ...]
+    """For each row the prompt's next token."""
+    options: LogprobOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +87,9 @@ class StepItem:
     """Blocks of positions 0 to ``context_len - 1``, in order."""
     sample: SampleSpec | None
     """None while the prompt is not complete: this sequence's logits are not wanted."""
+    score: ScoreSpec | None = None
+    routes: bool = False
+    """The experts that each token was routed to are wanted."""
 
     @property
     def context_len(self) -> int:
@@ -75,14 +126,48 @@ class StepPlan:
         """Items whose next token is wanted; a StepResult has one row for each, in this order."""
         return tuple(item for item in self.items if item.sample is not None)
 
+    def for_followers(self) -> StepPlan:
+        """The same passes through the model, without what only the rank that samples needs: plain data."""
+        return replace(self, items=tuple(_followed(item) for item in self.items))
+
+
+_FOLLOWED = SampleSpec(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0, index=0)
+
+
+def _followed(item: StepItem) -> StepItem:
+    return item if item.sample is None else replace(item, sample=_FOLLOWED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDetails:
+    """More log-probabilities at one token."""
+
+    top: TopLogprobs = ()
+    listed: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a chunk's prompt tokens, one entry for each target of the ScoreSpec."""
+
+    logprobs: tuple[float, ...]
+    top: tuple[TopLogprobs, ...] = ()
+    listed: tuple[tuple[float, ...], ...] = ()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """One token and its raw log-probability for each sampler of the plan."""
+    """One token and its log-probability for each sampler of the plan; the rest only where it was asked for."""
 
     token_ids: tuple[int, ...]
-    """NO_TOKEN where the logits were not finite."""
+    """NO_TOKEN, COMPLETE, DEAD_END or NOT_YET where nothing was sampled."""
     logprobs: tuple[float, ...]
+    details: tuple[TokenDetails | None, ...] = ()
+    """Empty, or one for each sampler."""
+    scores: tuple[PromptScores | None, ...] = ()
+    """Empty, or one for each item."""
+    routed: tuple[bytes, ...] = ()
+    """Empty, or for each item int32 [tokens of the item, MoE layers, chosen experts]."""
 
 
 class Pending(Protocol):

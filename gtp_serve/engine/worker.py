@@ -1,6 +1,6 @@
 """The engine process: connect, build, then messages and steps in turn until told to stop or left alone.
 
-    Hello, Phase ..., Ready     { messages in -> one step -> Events out } ...     Stopped | Fatal
+    Hello, Phase ..., Ready     { messages in -> next step started, Events of the last out } ...     Stopped | Fatal
 
 It blocks for messages only when there is no work, ends with its parent whatever happens, and leaves signals
 from the terminal to the parent, which decides when and how to stop.
@@ -8,13 +8,7 @@ from the terminal to the parent, which decides when and how to stop.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
-import signal
-import stat
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +17,7 @@ from typing import assert_never
 import zmq
 
 from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.lifeline import end_with_parent, leave_signals_to_parent
 from gtp_serve.engine.messages import (
     Abort,
     Events,
@@ -46,9 +41,9 @@ from gtp_serve.request import Request
 MESSAGES_IN_FLIGHT = 10_000
 """Bound of each direction's queue; a sender at the bound waits."""
 _STATS_EVERY_SECONDS = 0.25
-_PARENT_CHECK_SECONDS = 0.5
+_IDLE_CHECK_MS = 500
+"""Between two looks at what the engine depends on, when nothing comes in."""
 _LAST_WORDS_MS = 2000
-_PR_SET_PDEATHSIG = 1
 
 Build = Callable[[Callable[[Phase], None]], Engine]
 
@@ -59,9 +54,8 @@ def run_worker(endpoint: str, build: Build) -> int:
     :param build: makes the engine, reporting each phase through the function it is given; a GtpServeError
         from it reaches the client as it is.
     """
-    _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    leave_signals_to_parent()
     with _Link(endpoint) as link:
         link.send(Hello(pid=os.getpid()))
         try:
@@ -101,9 +95,9 @@ class _Link:
         self._socket.send(encode(message))
 
     def receive(self, *, block: bool) -> list[ToWorker]:
-        """What has come in; if told to, waits for the first message."""
+        """What has come in; if told to, waits a while for the first message."""
         messages: list[ToWorker] = []
-        if self._socket.poll(None if block else 0) == 0:
+        if self._socket.poll(_IDLE_CHECK_MS if block else 0) == 0:
             return messages
         while len(messages) < MESSAGES_IN_FLIGHT:
             try:
@@ -129,7 +123,11 @@ class _Loop:
         """
         self._send_stats()
         while not self._finished():
-            self._handle_messages()
+            self._handle_messages()  # while a step computes
+            if self._engine.has_work():
+                self._engine.wait()
+                self._handle_messages()  # what came in the meantime takes part in the next step
+            self._engine.check()
             self._enforce_deadline()
             if self._engine.has_work():
                 self._step()
@@ -199,23 +197,3 @@ def _facts(engine: Engine) -> dict[str, str | int | float]:
         "kv_block_size": config.cache.block_size,
         "weight_version": config.weight_version,
     }
-
-
-def _end_with_parent() -> None:
-    """Never outlive the client: by the kernel where it can (Linux), and by a watching thread anywhere."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(parent,), name="watch-parent", daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    # The client holds the other end of stdin and never writes: its end closes with the client, even with
-    # one that was gone before this process could ask who its parent is.
-    mode = os.fstat(0).st_mode
-    lifeline = [0] if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else []
-    while os.getppid() == parent:
-        readable, _, _ = select.select(lifeline, [], [], _PARENT_CHECK_SECONDS)
-        if readable and not os.read(0, 1):
-            break
-    os._exit(EngineFault.exit_code)

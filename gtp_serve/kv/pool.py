@@ -5,6 +5,8 @@ Legend: N blocks, B positions in a block, K KV heads, E head size.
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from gtp_serve.errors import DoesNotFit
@@ -43,10 +45,19 @@ class KVPool:
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
     # Zeros, not empty: a kernel that reads a whole block and masks afterwards must never meet a NaN there.
     try:
+        if torch.device(device).type == "cpu":
+            return _zero_pages(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError, ValueError) as error:
         gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
         raise DoesNotFit(
             f"the KV cache of {shape[2]} blocks needs {gib:.1f} GiB on {device}, which are not free",
             [("try", "fewer KV blocks or a shorter context")],
         ) from error
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages the kernel provides when they are first touched: allocating gigabytes takes no time."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from gtp_serve.config import ModelConfig
@@ -191,7 +192,7 @@ def logical_names(rule: Rule, block: int | None, expert: int | None) -> tuple[st
 
 def full_shape(rule: Rule, config: ModelConfig) -> Shape | None:
     """Shape of the unsharded, unpadded Megatron tensor; None when the model has no such tensor."""
-    expected = logical_tensors(config)
+    expected = _expected(config)
     in_layer = rule.key in LAYER_RULES
     names = logical_names(rule, 0 if in_layer else None, 0 if rule.space == "expert" else None)
     shapes = [expected.get(name) for name in names]
@@ -199,6 +200,12 @@ def full_shape(rule: Rule, config: ModelConfig) -> Shape | None:
         return None
     found = [shape for shape in shapes if shape is not None]
     return (sum(shape[0] for shape in found), *found[0][1:])
+
+
+@lru_cache(maxsize=4)
+def _expected(config: ModelConfig) -> Mapping[str, Shape]:
+    """Shapes of one layer's tensors and of those outside the layers: all layers are alike, and models are large."""
+    return logical_tensors(replace(config, num_layers=1))
 
 
 def full_rows(rule: Rule, config: ModelConfig, names: tuple[str, ...], total: int) -> RowMap:

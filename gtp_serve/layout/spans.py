@@ -193,7 +193,5 @@ def _subtract(hole: Box, box: Box) -> Iterator[Box]:
             if lo < hi:
                 piece_start, piece_stop = list(start), list(stop)
                 piece_start[axis], piece_stop[axis] = lo, hi
-                yield Box(
-                    tuple(piece_start), tuple(b - a for a, b in zip(piece_start, piece_stop, strict=True))
-                )
+                yield Box(tuple(piece_start), tuple(b - a for a, b in zip(piece_start, piece_stop, strict=True)))
         start[axis], stop[axis] = common.start[axis], common.stop[axis]

@@ -375,9 +375,7 @@ def test_lfs_pointers_folders_and_pipes_are_named(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["../out/__0_0.distcp", "/dev/null", "..", ".", "", "a/b", "a\\b", "a\0b", 7, None]
-)
+@pytest.mark.parametrize("name", ["../out/__0_0.distcp", "/dev/null", "..", ".", "", "a/b", "a\\b", "a\0b", 7, None])
 def test_file_names_that_leave_the_folder_are_refused(name: Any, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
 
@@ -411,9 +409,7 @@ def test_two_items_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
 
     def edit(metadata: Any) -> None:
-        items = [
-            info for index, info in metadata.storage_data.items() if index.fqn.endswith("layer_norm_weight")
-        ]
+        items = [info for index, info in metadata.storage_data.items() if index.fqn.endswith("layer_norm_weight")]
         items[1].offset = items[0].offset
 
     edit_metadata(folder, edit)

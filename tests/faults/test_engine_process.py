@@ -168,12 +168,8 @@ def test_overload_is_refused_and_the_rest_is_served(by: str) -> None:
         async with engine("slow") as client:
             if by == "engine":
                 client._max_open = 1000
-            requests = [
-                request(f"r{n}", [1, 2], max_new_tokens=5, ignore_eos=True) for n in range(64 + 8 + 30)
-            ]
-            answers = await asyncio.gather(
-                *(collect(client, req) for req in requests), return_exceptions=True
-            )
+            requests = [request(f"r{n}", [1, 2], max_new_tokens=5, ignore_eos=True) for n in range(64 + 8 + 30)]
+            answers = await asyncio.gather(*(collect(client, req) for req in requests), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, QueueFull)]
         served = [answer[0] for answer in answers if isinstance(answer, tuple)]
         assert (len(served), len(refused)) == (64 + 8, 30)
@@ -240,9 +236,7 @@ def test_abort_ends_the_stream_with_an_event() -> None:
             await client.abort("a")
             await client.abort("nobody")
             await task
-        assert events[-1].finish == FinishReason(
-            type="abort", message="aborted by the client", code="aborted"
-        )
+        assert events[-1].finish == FinishReason(type="abort", message="aborted by the client", code="aborted")
 
     run(test)
 
@@ -370,8 +364,7 @@ def test_a_killed_engine_fails_every_stream_within_two_seconds(short_tmpdir: Pat
         await client.wait_ready()
         seen = [asyncio.Event() for _ in range(5)]
         tasks = [
-            asyncio.create_task(first_events(client, request(f"r{n}", **LONG), event))
-            for n, event in enumerate(seen)
+            asyncio.create_task(first_events(client, request(f"r{n}", **LONG), event)) for n, event in enumerate(seen)
         ]
         await asyncio.gather(*(event.wait() for event in seen))
 

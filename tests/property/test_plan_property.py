@@ -121,10 +121,7 @@ class Source:
 @given(worlds())
 def test_every_element_arrives_and_padding_is_zero(world: World) -> None:
     tensors = logical(world)
-    targets = [
-        Target(shard, torch.full(shard.shape, -2.0, dtype=getattr(torch, shard.dtype)))
-        for shard in world.want
-    ]
+    targets = [Target(shard, torch.full(shard.shape, -2.0, dtype=getattr(torch, shard.dtype))) for shard in world.want]
     plan = build_plan(world.have, world.want, world.shapes)
     total = sum(tensor.numel() for tensor in tensors.values())
     assert sum(copy.source_box.volume for copy in plan.copies) == total
@@ -165,8 +162,7 @@ def test_a_shifted_piece_is_always_refused(shape: Shape, data: st.DataObject) ->
         by = (1, *by[1:])
     boxes[at] = boxes[at].shifted(by)
     have = [
-        Shard(f"s{n}", box.shape, "float32", (Span("t", Box.whole(box.shape), box),))
-        for n, box in enumerate(boxes)
+        Shard(f"s{n}", box.shape, "float32", (Span("t", Box.whole(box.shape), box),)) for n, box in enumerate(boxes)
     ]
     with pytest.raises(LayoutMismatch):
         build_plan(have, [], {"t": shape})

@@ -1,7 +1,12 @@
-"""Random lives of a scheduler: every request ends exactly once, with the tokens it would have had alone."""
+"""Random lives of a scheduler: every request ends exactly once, with the tokens it would have had alone.
+
+Beside the scheduler runs a model of what each KV slot holds: which token, computed with which weights, for which
+salt, after which tokens.  What the prefix cache names and what a plan reuses is held against it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -11,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gtp_serve.engine.scheduler import Scheduler
-from gtp_serve.engine.step import StepPlan
+from gtp_serve.engine.step import StepItem, StepPlan
 from gtp_serve.errors import PromptTooLong, QueueFull
-from gtp_serve.request import Request, SamplingParams, TokenEvent
+from gtp_serve.kv.prefix import PrefixChain, root_digest
+from gtp_serve.request import LogprobOptions, Request, SamplingParams, TokenEvent
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -25,6 +31,25 @@ SAMPLING = st.builds(
 )
 
 
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 49), min_size=1, max_size=14),
+    # Beginnings of one another, so that blocks are shared; equal blocks at other places must not be.
+    st.builds(lambda n, end: [*([1, 2] * 7)[:n], *end], st.integers(4, 13), st.lists(st.integers(0, 1), max_size=1)),
+    st.sampled_from([[1] * 8, [1] * 12]),
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one position of one block holds."""
+
+    tokens: tuple[int, ...]
+    """All tokens up to and including this position's."""
+    weights: frozenset[int]
+    """Generations that computed them."""
+    salts: frozenset[str]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny KV caches, so that preemption is common; a real (fake) KV memory behind the runner."""
 
@@ -33,9 +58,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_running=st.integers(1, 5),
         max_step_tokens=st.integers(1, 12),
+        prefix_cache=st.sampled_from([True, True, False]),
     )
-    def start(self, num_blocks: int, block_size: int, max_running: int, max_step_tokens: int) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, max_running: int, max_step_tokens: int, prefix_cache: bool
+    ) -> None:
         config = engine_config(
+            prefix_cache=prefix_cache,
             num_blocks=num_blocks,
             block_size=block_size,
             max_running=max_running,
@@ -43,7 +72,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=4,
             max_context=20,
         )
-        self.scheduler = Scheduler(config, draw_seed=lambda: 5)
+        self.now = 0.0
+        self.scheduler = Scheduler(config, draw_seed=lambda: 5, clock=lambda: self.now)
+        self.generation = 0
+        self.labels = ["v0"]
+        self.salts: dict[str, str] = {}
+        self.slots: dict[int, Slot] = {}
+        self.old_kv: dict[str, int] = {}
+        """Requests that were running when the weights changed, and how far their KV reaches."""
+        self.fed: dict[str, set[int]] = {}
         self.runner = ScriptedRunner()
         self.names = count()
         self.plan: StepPlan | None = None
@@ -51,9 +88,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.output: dict[str, list[TokenEvent]] = {}
         self.ended = 0
 
-    @rule(prompt=st.lists(st.integers(0, 49), min_size=1, max_size=14), sampling=SAMPLING)
-    def add(self, prompt: list[int], sampling: SamplingParams) -> None:
-        req = Request(rid=f"r{next(self.names)}", input_ids=tuple(prompt), sampling=sampling)
+    @rule(
+        prompt=PROMPTS,
+        sampling=SAMPLING,
+        salt=st.sampled_from(["", "", "", "a", "b"]),
+        scored_from=st.sampled_from([None, None, 0, 5]),
+        deadline=st.sampled_from([None, None, None, 2.0]),
+    )
+    def add(
+        self, prompt: list[int], sampling: SamplingParams, salt: str, scored_from: int | None, deadline: float | None
+    ) -> None:
+        req = Request(
+            rid=f"r{next(self.names)}",
+            input_ids=tuple(prompt),
+            sampling=sampling,
+            cache_salt=salt,
+            logprobs=LogprobOptions(prompt_start=None if scored_from is None else min(scored_from, len(prompt) - 1)),
+            deadline_seconds=deadline,
+        )
         room = min(self.scheduler.config.max_context, self.cache_tokens)
         if len(prompt) + sampling.max_new_tokens > room:
             with pytest.raises(PromptTooLong):
@@ -66,6 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.live[req.rid] = req
         self.output[req.rid] = []
+        self.fed[req.rid] = set()
+        self.salts[req.rid] = salt
 
     @property
     def cache_tokens(self) -> int:
@@ -88,12 +142,85 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots = [slot for item in plan.items for slot in item.slots(plan.block_size)]
         assert len(set(slots)) == len(slots)
         assert all(item.token_ids for item in plan.items)
+        read = {block for item in plan.items for block in item.block_table[: item.start // plan.block_size]}
+        assert not read & {slot // plan.block_size for slot in slots}  # nobody writes what another one reads
+        for item in plan.items:
+            self.check_reuse(item, plan.block_size)
+
+    def check_reuse(self, item: StepItem, block_size: int) -> None:
+        """What lies before the item's first token is what this very request would have computed."""
+        if item.start < self.old_kv.get(item.rid, 0):
+            del self.old_kv[item.rid]  # it was preempted and starts again
+        elif item.rid in self.old_kv:
+            self.old_kv[item.rid] = item.context_len
+        self.fed[item.rid].update(item.positions)
+        if item.start == 0:
+            return
+        at = item.start - 1
+        before = self.slots[item.block_table[at // block_size] * block_size + at % block_size]
+        so_far = [*self.live[item.rid].input_ids, *self.tokens_of(item.rid)]
+        assert before.tokens == tuple(so_far[: item.start])
+        assert before.salts == {self.live[item.rid].cache_salt}
+        if item.rid not in self.old_kv:
+            assert before.weights == {self.generation}
+
+    def tokens_of(self, rid: str) -> list[int]:
+        return [token for event in self.output[rid] for token in event.token_ids]
+
+    def remember(self, plan: StepPlan) -> None:
+        """Write the plan into the model of the KV memory."""
+        for item in plan.items:
+            slots = [block * plan.block_size + at for block in item.block_table for at in range(plan.block_size)]
+            before = self.slots[slots[item.start - 1]] if item.start else Slot((), frozenset(), frozenset())
+            for slot, token in zip(slots[item.start : item.context_len], item.token_ids, strict=True):
+                before = Slot(
+                    (*before.tokens, token),
+                    before.weights | {self.generation},
+                    before.salts | {self.salts[item.rid]},
+                )
+                self.slots[slot] = before
+
+    @precondition(lambda self: self.plan is None)
+    @rule(steps=st.integers(1, 12), prepared=st.booleans())
+    def go_on(self, steps: int, prepared: bool) -> None:
+        for _ in range(steps):
+            self.schedule()
+            if self.plan is None:
+                return
+            if prepared:
+                self.scheduler.prepare()
+            self.holds_together()
+            self.commit()
+            self.holds_together()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def prepare(self) -> None:
+        self.scheduler.prepare()
+
+    @precondition(lambda self: self.plan is None)
+    @rule(label=st.sampled_from(["v0", "v1"]))
+    def refit(self, label: str) -> None:
+        self.scheduler.set_weight_version(label)
+        self.generation += 1
+        self.labels.append(label)
+        self.old_kv |= {seq.rid: seq.num_computed for seq in self.scheduler._running if seq.num_computed}
+
+    @rule()
+    def let_time_pass(self) -> None:
+        self.now += 1.0
+        for event in self.scheduler.expire():
+            assert event.finish is not None
+            assert event.finish.code == "deadline-exceeded"
+            assert self.live[event.rid].deadline_seconds is not None
+            self.take(event)
 
     @precondition(lambda self: self.plan is not None)
     @rule()
     def commit(self) -> None:
         assert self.plan is not None
         result = self.runner.launch(self.plan).wait()
+        self.remember(self.plan)
         for event in self.scheduler.commit(self.plan, result):
             self.take(event)
         self.plan = None
@@ -102,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         assert self.plan is not None
+        self.remember(self.plan)
         members = {item.rid for item in self.plan.items} & set(self.live)
         events = self.scheduler.fail(self.plan, "it broke", "engine-error")
         assert {event.rid for event in events} == members
@@ -126,6 +254,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event.token_ids:
             assert event.logprobs == (scripted_logprob([*req.input_ids, *tokens[:-1]]),)
         complete = len(tokens) == len(expected)
+        if len(tokens) == 1 and event.token_ids:
+            whole = range(min(req.num_cacheable, len(req.input_ids) - 1), len(req.input_ids))
+            assert self.fed[event.rid] >= set(whole)  # what was asked about the prompt passed through the model
+        assert len({e.cached_tokens for e in self.output[event.rid] if e.token_ids}) <= 1
+        assert event.cached_tokens < len(req.input_ids)
         if event.finish is None:
             assert not complete
             return
@@ -137,10 +270,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def holds_together(self) -> None:
         self.scheduler.check_invariants()
+        self.check_names()
         assert set(self.scheduler.rids) == set(self.live)
         assert sum(self.scheduler.counters.finished.values()) == self.ended
         if not self.live:
             assert self.scheduler.blocks.num_used == 0
+
+    def check_names(self) -> None:
+        """Each block that can be found has the content that its name stands for."""
+        size = self.scheduler.config.cache.block_size
+        for block, name in self.scheduler.prefixes.names.items():
+            last = self.slots[block * size + size - 1]
+            (generation,), (salt,) = last.weights, last.salts
+            assert name == self.written_out(generation, salt, last.tokens)[-1]
+        assert self.scheduler.config.prefix_cache or not self.scheduler.prefixes.names
+
+    def written_out(self, generation: int, salt: str, tokens: tuple[int, ...]) -> list[bytes]:
+        root = root_digest(generation=generation, version=self.labels[generation], salt=salt)
+        return PrefixChain(root, self.scheduler.config.cache.block_size).extend(tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -151,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.live:
                 break
             self.schedule()
+            self.scheduler.prepare()
             self.commit()
             self.holds_together()
         assert not self.live

@@ -1,0 +1,374 @@
+"""From a step's logits to its result: what shapes the logits of each sequence, sampling, log-probabilities.
+
+``begin`` starts what needs no logits (grammar masks) beside the model's pass; ``finish`` puts sampling on the
+device; ``Pending.wait`` brings everything to the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtp_serve.engine.grammar import GrammarCompiler, GrammarParser, fill_masks
+from gtp_serve.engine.inputs import build_rows
+from gtp_serve.engine.step import (
+    COMPLETE,
+    DEAD_END,
+    NO_TOKEN,
+    NOT_YET,
+    PromptScores,
+    SampleSpec,
+    Shaping,
+    StepPlan,
+    StepResult,
+    TokenDetails,
+)
+from gtp_serve.ops.batch import Taps
+from gtp_serve.ops.logprobs import DetailRows, PromptLogprobs
+from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
+from gtp_serve.ops.sampling import Sampled, SamplingRows, drawn_from, sample
+from gtp_serve.request import LogprobOptions
+
+_COMPILE_WAIT_SECONDS = 0.05
+"""A step in which every sequence waits for its grammar waits with them, up to this long."""
+_NOTHING = LogprobOptions()
+
+
+@dataclass(kw_only=True, slots=True)
+class _History:
+    """What is kept for one shaped sequence."""
+
+    counts_row: int | None = None
+    counted: int = 0
+    """Output tokens that the counts have seen."""
+    parser: Future[GrammarParser] | None = None
+    bias_ids: Tensor | None = None
+    bias_values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Masks:
+    """Grammar masks of some sampler rows."""
+
+    rows: tuple[int, ...] = ()
+    words: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    overruled: tuple[tuple[int, int], ...] = ()
+    """(row, what the result says instead of a token)."""
+
+
+class Prepared:
+    """A step that was begun: its specs, the taps for the model, and the masks under way."""
+
+    def __init__(self, plan: StepPlan, vocab_size: int) -> None:
+        self.plan = plan
+        self.specs = [item.sample for item in plan.items if item.sample is not None]
+        self.masks: Future[_Masks] | None = None
+        self.scores = _prompt_logprobs(plan, vocab_size)
+        self.routes: list[Tensor] | None = [] if any(item.routes for item in plan.items) else None
+
+    @property
+    def taps(self) -> Taps | None:
+        """What the model's pass must give beside logits."""
+        if self.scores is None and self.routes is None:
+            return None
+        return Taps(scored=None if self.scores is None else self.scores.add, routes=self.routes)
+
+
+def _prompt_logprobs(plan: StepPlan, vocab_size: int) -> PromptLogprobs | None:
+    specs = [item.score for item in plan.items if item.score is not None]
+    if not specs:
+        return None
+    per_row = [(target, spec.options) for spec in specs for target in spec.targets]
+    return PromptLogprobs(
+        [target for target, _ in per_row],
+        [options.top_n for _, options in per_row],
+        [options.token_ids for _, options in per_row],
+        vocab_size=vocab_size,
+    )
+
+
+class Sampler:
+    """Samples for the sequences of one engine, and keeps what their shaping needs while they live.
+
+    :param grammars: None: a sequence with a grammar is a dead end.
+    """
+
+    def __init__(self, *, vocab_size: int, device: str | torch.device, grammars: GrammarCompiler | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._grammars = grammars
+        self._counts = TokenCounts(vocab_size, device)
+        self._histories: weakref.WeakKeyDictionary[Shaping, _History] = weakref.WeakKeyDictionary()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    @property
+    def num_histories(self) -> int:
+        """Sequences that something is kept for."""
+        return len(self._histories)
+
+    def begin(self, plan: StepPlan) -> Prepared:
+        """Start what can be done before the logits are there."""
+        prepared = Prepared(plan, self._vocab_size)
+        with_grammar = [
+            (row, spec)
+            for row, spec in enumerate(prepared.specs)
+            if spec.shaping is not None and spec.shaping.params.grammar is not None
+        ]
+        if with_grammar:
+            everyone = len(with_grammar) == len(prepared.specs)
+            parsers = [(row, spec, self._parser(spec)) for row, spec in with_grammar]
+            prepared.masks = self._beside.submit(self._masks, parsers, everyone)
+        return prepared
+
+    def finish(self, prepared: Prepared, logits: Tensor) -> PendingTokens:
+        """Put sampling on the device.
+
+        :param logits: of the plan's samplers.
+        """
+        masks = None if prepared.masks is None else prepared.masks.result()
+        rows = build_rows(prepared.plan)
+        shaped = any(spec.shaping is not None for spec in prepared.specs)
+        sampled = sample(
+            logits,
+            rows,
+            vocab_size=self._vocab_size,
+            shape=(lambda logits_SV: self._shape(logits_SV, prepared.specs, masks)) if shaped else None,
+        )
+        return PendingTokens(prepared, sampled, _Details.of(prepared.specs, rows, sampled), masks)
+
+    # -- grammars ----------------------------------------------------------------------------------
+
+    def _parser(self, spec: SampleSpec) -> Future[GrammarParser] | None:
+        shaping = spec.shaping
+        if shaping is None or shaping.params.grammar is None or self._grammars is None:
+            return None
+        history = self._history(shaping)
+        if history.parser is None:
+            history.parser = self._grammars.compile(shaping.params.grammar)
+        return history.parser
+
+    def _masks(self, wanted: Sequence[tuple[int, SampleSpec, Future[GrammarParser] | None]], everyone: bool) -> _Masks:
+        overruled: list[tuple[int, int]] = []
+        ready: list[tuple[int, SampleSpec, GrammarParser]] = []
+        patience = _COMPILE_WAIT_SECONDS if everyone else 0.0
+        for row, spec, future in wanted:
+            try:
+                if future is None:
+                    overruled.append((row, DEAD_END))
+                else:
+                    ready.append((row, spec, future.result(timeout=patience)))
+            except FutureTimeout:
+                overruled.append((row, NOT_YET))
+            except Exception:
+                overruled.append((row, DEAD_END))
+            patience = 0.0
+        return self._fill(ready, overruled)
+
+    def _fill(self, ready: Sequence[tuple[int, SampleSpec, GrammarParser]], overruled: list[tuple[int, int]]) -> _Masks:
+        for _, spec, parser in ready:
+            if spec.shaping is not None:
+                parser.feed(spec.shaping.tokens, spec.shaping.prompt_len)
+        if self._grammars is None or not ready:
+            return _Masks(overruled=tuple(overruled))
+        words = fill_masks(self._grammars.executor, [parser for *_, parser in ready], self._vocab_size)
+        kept: list[int] = []
+        for at, (row, spec, parser) in enumerate(ready):
+            ends = () if spec.shaping is None else spec.shaping.end_ids
+            if parser.settle(words[at], end_ids=ends, banned=spec.banned):
+                kept.append(at)
+            else:
+                overruled.append((row, COMPLETE if parser.complete else DEAD_END))
+        return _Masks(rows=tuple(ready[at][0] for at in kept), words=words[kept], overruled=tuple(overruled))
+
+    # -- logits ------------------------------------------------------------------------------------
+
+    def _history(self, shaping: Shaping) -> _History:
+        history = self._histories.get(shaping)
+        if history is None:
+            history = self._histories[shaping] = _History()
+        return history
+
+    def _shape(self, logits_SV: Tensor, specs: Sequence[SampleSpec], masks: _Masks | None) -> Tensor:
+        logits_SV = self._biased(self._penalised(logits_SV, specs), specs)
+        if masks is None or not masks.rows:
+            return logits_SV
+        rows = torch.tensor(masks.rows, device=logits_SV.device)
+        allowed_RV = _unpack(torch.from_numpy(masks.words).to(logits_SV.device), self._vocab_size)
+        return logits_SV.index_put((rows,), logits_SV[rows].masked_fill(~allowed_RV, -torch.inf))
+
+    def _penalised(self, logits_SV: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+        chosen = [(row, spec.shaping) for row, spec in enumerate(specs) if _has_penalty(spec.shaping)]
+        if not chosen:
+            return logits_SV
+        table_rows = self._count([shaping for _, shaping in chosen if shaping is not None])
+        device = logits_SV.device
+        rows = torch.tensor([row for row, _ in chosen], device=device)
+        output_RV, prompt_RV = self._counts.of(torch.tensor(table_rows, device=device))
+        params = [shaping.params for _, shaping in chosen if shaping is not None]
+        penalised_RV = penalise(
+            logits_SV[rows],
+            output_SV=output_RV,
+            in_prompt_SV=prompt_RV,
+            repetition_S=torch.tensor([p.repetition_penalty for p in params], device=device),
+            presence_S=torch.tensor([p.presence_penalty for p in params], device=device),
+            frequency_S=torch.tensor([p.frequency_penalty for p in params], device=device),
+        )
+        return logits_SV.index_put((rows,), penalised_RV)
+
+    def _count(self, shapings: Sequence[Shaping]) -> list[int]:
+        """Bring the counts of these sequences up to date; returns their rows of the table."""
+        table_rows: list[int] = []
+        new: list[tuple[int, int]] = []
+        for shaping in shapings:
+            history = self._history(shaping)
+            if history.counts_row is None:
+                history.counts_row = self._counts.take(shaping.tokens[: shaping.prompt_len])
+                weakref.finalize(shaping, self._counts.release, history.counts_row)
+            fresh = shaping.tokens[shaping.prompt_len + history.counted :]
+            history.counted += len(fresh)
+            new += [(history.counts_row, token) for token in fresh]
+            table_rows.append(history.counts_row)
+        self._counts.count([row for row, _ in new], [token for _, token in new])
+        return table_rows
+
+    def _biased(self, logits_SV: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+        rows: list[Tensor] = []
+        ids: list[Tensor] = []
+        values: list[Tensor] = []
+        for row, spec in enumerate(specs):
+            if spec.shaping is None or not spec.shaping.params.logit_bias:
+                continue
+            own_ids, own_values = self._bias(spec.shaping)
+            rows.append(torch.full_like(own_ids, row))
+            ids.append(own_ids)
+            values.append(own_values)
+        return add_bias(logits_SV, torch.cat(rows), torch.cat(ids), torch.cat(values)) if rows else logits_SV
+
+    def _bias(self, shaping: Shaping) -> tuple[Tensor, Tensor]:
+        history = self._history(shaping)
+        if history.bias_ids is None or history.bias_values is None:
+            bias = sorted(shaping.params.logit_bias.items())
+            history.bias_ids = torch.tensor([token for token, _ in bias], device=self._device)
+            history.bias_values = torch.tensor([value for _, value in bias], device=self._device)
+        return history.bias_ids, history.bias_values
+
+
+def _has_penalty(shaping: Shaping | None) -> bool:
+    if shaping is None:
+        return False
+    params = shaping.params
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def _unpack(words_RW: Tensor, vocab_size: int) -> Tensor:
+    """[R, vocab_size] bool from 32 ids in each int32."""
+    bits = torch.arange(32, dtype=torch.int32, device=words_RW.device)
+    return ((words_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
+
+
+class _Details:
+    """What sequences asked for beside the raw log-probability of their token."""
+
+    def __init__(
+        self, rows: tuple[int, ...], processed: tuple[int, ...], chosen_P: Tensor | None, details: DetailRows | None
+    ) -> None:
+        self._rows, self._processed = rows, processed
+        self._chosen_P, self._details = chosen_P, details
+
+    @staticmethod
+    def of(specs: Sequence[SampleSpec], rows: SamplingRows, sampled: Sampled) -> _Details | None:
+        """None when nobody did."""
+        options = [spec.logprobs or _NOTHING for spec in specs]
+        wanting = [row for row, o in enumerate(options) if o.top_n or o.token_ids or o.processed]
+        if not wanting:
+            return None
+        device = sampled.raw_SV.device
+        logprobs_RV = sampled.raw_SV[torch.tensor(wanting, device=device)].log_softmax(-1)
+        processed = [row for row in wanting if options[row].processed]
+        chosen_P = None
+        if processed:
+            at = torch.tensor(processed, device=device)
+            drawn_PV = drawn_from(sampled.allowed_SV[at], rows.take(processed))
+            chosen_P = drawn_PV.gather(1, sampled.token_ids_S[at][:, None])[:, 0]
+            logprobs_RV[torch.tensor([wanting.index(row) for row in processed], device=device)] = drawn_PV
+        details = DetailRows(
+            logprobs_RV, [options[row].top_n for row in wanting], [options[row].token_ids for row in wanting]
+        )
+        return _Details(tuple(wanting), tuple(processed), chosen_P, details)
+
+    def add_to(self, logprobs: list[float], count: int) -> tuple[TokenDetails | None, ...]:
+        """Details of ``count`` samplers; corrects the log-probabilities of those who asked for processed ones."""
+        if self._chosen_P is not None:
+            for row, value in zip(self._processed, self._chosen_P.tolist(), strict=True):
+                logprobs[row] = value
+        found: list[TokenDetails | None] = [None] * count
+        if self._details is not None:
+            for row, (top, listed) in zip(self._rows, self._details.on_host(), strict=True):
+                found[row] = TokenDetails(top=top, listed=listed)
+        return tuple(found)
+
+
+class PendingTokens:
+    """A step's result that the device may still be working on."""
+
+    def __init__(self, prepared: Prepared, sampled: Sampled, details: _Details | None, masks: _Masks | None) -> None:
+        self._plan, self._scores, self._routes = prepared.plan, prepared.scores, prepared.routes
+        self._token_ids_S = torch.where(sampled.finite_S, sampled.token_ids_S, NO_TOKEN)
+        self._logprobs_S = sampled.logprobs_S
+        self._details = details
+        self._overruled = () if masks is None else masks.overruled
+
+    def wait(self) -> StepResult:
+        """The step's result, on the host."""
+        token_ids, logprobs = self._token_ids_S.tolist(), self._logprobs_S.tolist()
+        for row, instead in self._overruled:
+            if token_ids[row] != NO_TOKEN:
+                token_ids[row] = instead
+        details = () if self._details is None else self._details.add_to(logprobs, len(token_ids))
+        return StepResult(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            details=details,
+            scores=() if self._scores is None else _scores_by_item(self._plan, self._scores),
+            routed=() if not self._routes else _routed_by_item(self._plan, self._routes),
+        )
+
+
+def _scores_by_item(plan: StepPlan, scores: PromptLogprobs) -> tuple[PromptScores | None, ...]:
+    logprobs, details = scores.on_host()
+    found: list[PromptScores | None] = []
+    start = 0
+    for item in plan.items:
+        if item.score is None:
+            found.append(None)
+            continue
+        part = slice(start, start + len(item.score.targets))
+        start = part.stop
+        options = item.score.options
+        found.append(
+            PromptScores(
+                logprobs=logprobs[part],
+                top=tuple(top for top, _ in details[part]) if options.top_n else (),
+                listed=tuple(listed for _, listed in details[part]) if options.token_ids else (),
+            )
+        )
+    return tuple(found)
+
+
+def _routed_by_item(plan: StepPlan, routes: Sequence[Tensor]) -> tuple[bytes, ...]:
+    routed_TLC = torch.stack(list(routes), 1).int().cpu().numpy().astype("<i4", copy=False)
+    found: list[bytes] = []
+    start = 0
+    for item in plan.items:
+        end = start + len(item.token_ids)
+        found.append(routed_TLC[start:end].tobytes() if item.routes else b"")
+        start = end
+    return tuple(found)
