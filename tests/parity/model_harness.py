@@ -46,9 +46,7 @@ def fill(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
     apply_plan(plan, source, targets)
 
 
-def filled_decoder(
-    config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
-) -> Decoder:
+def filled_decoder(config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Decoder:
     decoder = build_decoder(config, dtype=dtype, device="cpu")
     fill(decoder, tensors)
     return decoder

@@ -90,12 +90,8 @@ SOURCES = {
     "comparison chains": (
         "{{ 1 < 2 <= 2 }}{{ 'a' in 'abc' }}{{ 'tool' not in ['a'] }}{{ messages[0] == messages[0] }}"
     ),
-    "loop controls": (
-        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
-    ),
-    "generation": (
-        "{% for m in messages %}{% generation %}{{ m.role }}{% set x = 1 %}{% endgeneration %}{% endfor %}"
-    ),
+    "loop controls": ("{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"),
+    "generation": ("{% for m in messages %}{% generation %}{{ m.role }}{% set x = 1 %}{% endgeneration %}{% endfor %}"),
     "prompt": "{{ bos_token }}{% if add_generation_prompt %}<assistant>{% endif %}{{ undefined_name }}",
     "dict and items": (
         "{% for k, v in dict(a=1, b=messages[0]).items() %}{{ k }}={{ v }};{% endfor %}"

@@ -18,9 +18,7 @@ from gtp_serve.request import Request
 
 torch.set_num_threads(1)
 
-MODEL = replace(
-    TINY_MODEL, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48
-)
+MODEL = replace(TINY_MODEL, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +79,7 @@ def random_requests(count: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(("num_blocks", "preempts"), [(600, False), (24, True)])
-def test_64_requests_together_answer_as_each_does_alone(
-    decoder: Decoder, num_blocks: int, preempts: bool
-) -> None:
+def test_64_requests_together_answer_as_each_does_alone(decoder: Decoder, num_blocks: int, preempts: bool) -> None:
     requests = random_requests(64)
     together = make_engine(decoder, num_blocks=num_blocks, max_running=16, max_step_tokens=50)
 

@@ -17,9 +17,7 @@ from gtp_serve.ops.rope import attention_factor, inverse_frequencies, rotary_tab
 SETTINGS = list(itertools.product([32, 64, 128], [10000.0, 1e6], [1.0, 4.0, 32.0], [512, 8192]))
 
 
-def theirs(
-    head_dim: int, max_positions: int, rope: dict[str, Any], **call: Any
-) -> tuple[torch.Tensor, float]:
+def theirs(head_dim: int, max_positions: int, rope: dict[str, Any], **call: Any) -> tuple[torch.Tensor, float]:
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
@@ -44,9 +42,7 @@ def test_frequencies_agree(scaling: Any, head_dim: int, theta: float, factor: fl
         "llama3": {"low_freq_factor": 1.5, "high_freq_factor": 6.0},
         "yarn": {"beta_fast": 24.0, "beta_slow": 1.5},
     }
-    ours = RopeConfig(
-        theta=theta, scaling=scaling, factor=factor, original_context=original, **extra[scaling]
-    )
+    ours = RopeConfig(theta=theta, scaling=scaling, factor=factor, original_context=original, **extra[scaling])
     rope = {"rope_type": scaling, "rope_theta": theta, "factor": factor, **extra[scaling]}
     if scaling != "linear":
         rope["original_max_position_embeddings"] = original

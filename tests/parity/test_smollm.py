@@ -50,9 +50,7 @@ def theirs(demo_dir: Path) -> Any:
 def random_texts(count: int) -> list[str]:
     generator = random.Random(7)
     ranges = ((32, 127), (48, 58), (0x80, 0x3000), (0x4E00, 0x4F00), (0x1F300, 0x1F700), (9, 14))
-    return [
-        "".join(chr(generator.randrange(*generator.choice(ranges))) for _ in range(40)) for _ in range(count)
-    ]
+    return ["".join(chr(generator.randrange(*generator.choice(ranges))) for _ in range(40)) for _ in range(count)]
 
 
 def test_token_ids_equal_those_of_transformers_and_decode_to_the_text(ours: Tokenizer, theirs: Any) -> None:
@@ -76,9 +74,7 @@ def test_special_tokens_are_those_of_transformers(ours: Tokenizer, theirs: Any) 
 def test_chat_text_equals_that_of_transformers(
     ours: Tokenizer, theirs: Any, start: int, generation_prompt: bool
 ) -> None:
-    expected = theirs.apply_chat_template(
-        CHAT[start:], tokenize=False, add_generation_prompt=generation_prompt
-    )
+    expected = theirs.apply_chat_template(CHAT[start:], tokenize=False, add_generation_prompt=generation_prompt)
     assert ours.render_chat(CHAT[start:], add_generation_prompt=generation_prompt) == expected
 
 
@@ -87,9 +83,7 @@ def test_transformers_answers_paris_from_the_hugging_face_folder(demo_dir: Path,
     prompt = ours.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     ids = ours.encode(prompt, add_special_tokens=False)
     with torch.inference_mode():
-        tokens = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[
-            0, len(ids) :
-        ].tolist()
+        tokens = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
     assert "Paris" in ours.decode(tokens)
     assert set(tokens) & set(ours.eos_token_ids), "the answer ends by itself"
 
@@ -102,10 +96,7 @@ def test_the_megatron_folder_holds_the_same_bits_and_the_same_tokenizer(demo_dir
         assert sizes(hf) == sizes(megatron)
         assert megatron.config.eos_token_ids == hf.config.eos_token_ids == (2,)
         assert megatron.tokenizer is not None
-        assert (
-            megatron.tokenizer.tokenizer_json.read_bytes()
-            == (demo_dir / "hf" / "tokenizer.json").read_bytes()
-        )
+        assert megatron.tokenizer.tokenizer_json.read_bytes() == (demo_dir / "hf" / "tokenizer.json").read_bytes()
         names = 0
         for (name, expected), (other, tensor) in zip(hf.tensors(), megatron.tensors(), strict=True):
             assert name == other

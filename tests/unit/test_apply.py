@@ -87,9 +87,7 @@ def expected_fused() -> Tensor:
 
 @pytest.mark.parametrize("writable", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_columns_of_unaligned_sources_fill_a_fused_parameter_and_padding_is_zero(
-    threads: int, writable: bool
-) -> None:
+def test_columns_of_unaligned_sources_fill_a_fused_parameter_and_padding_is_zero(threads: int, writable: bool) -> None:
     source, parameter = MemorySource([(whole("a", A), A), (whole("b", B), B)], writable=writable), fused()
     address = parameter.tensor.data_ptr()
     assert run(source, [parameter], SHAPES, threads) == 10 * 5 * 2
@@ -138,9 +136,7 @@ def test_vectors_scalars_and_views_of_a_stack_are_filled() -> None:
     named = {"v": vector, "s": scalar, "e": expert}
     source = MemorySource([(whole(name, tensor), tensor) for name, tensor in named.items()])
     boxes = [Box.whole(tuple(out.shape)) for out in outs]
-    targets = [
-        target(name, out, Span(name, box, box)) for name, out, box in zip(named, outs, boxes, strict=True)
-    ]
+    targets = [target(name, out, Span(name, box, box)) for name, out, box in zip(named, outs, boxes, strict=True)]
     run(source, targets, {name: tuple(tensor.shape) for name, tensor in named.items()})
     assert torch.equal(outs[0], vector)
     assert outs[1].item() == scalar.item()

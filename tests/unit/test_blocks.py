@@ -59,7 +59,7 @@ def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
 def test_asking_for_too_many_blocks_changes_nothing() -> None:
     allocator = BlockAllocator(2)
 
-    with pytest.raises(ValueError, match="3 blocks asked for, 2 free"):
+    with pytest.raises(ValueError, match="3 blocks asked for, 2 blank"):
         allocator.allocate(3)
 
     assert allocator.num_free == 2
@@ -79,9 +79,9 @@ def test_letting_go_of_what_is_not_held_changes_nothing(blocks: list[int]) -> No
 
 def test_a_damaged_allocator_says_so() -> None:
     allocator = BlockAllocator(2)
-    allocator._free.append(0)
+    allocator._blank.append(0)
 
-    with pytest.raises(AssertionError, match="free twice"):
+    with pytest.raises(AssertionError, match="blank twice"):
         allocator.check_invariants()
 
 

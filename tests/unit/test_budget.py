@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
+from gtp_serve.budget import BLOCK_SIZE, Budget, block_bytes, plan_memory
 from gtp_serve.config import ModelConfig
-from gtp_serve.errors import DoesNotFit, EnvironmentFault
-from gtp_serve.layout.huggingface import logical_tensors
-from gtp_serve.server.budget import BLOCK_SIZE, Budget, block_bytes, plan_memory
-from gtp_serve.server.hardware import (
+from gtp_serve.errors import DoesNotFit, EnvironmentFault, UsageError
+from gtp_serve.hardware import (
     Gpu,
     Hardware,
     Memory,
@@ -22,6 +21,7 @@ from gtp_serve.server.hardware import (
     read_cpu_flags,
     read_memory,
 )
+from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.server.options import ServeOptions
 
 GIB = 1 << 30
@@ -41,9 +41,7 @@ MODEL = ModelConfig(
 )
 
 
-def machine(
-    ram: float = 64, *, gpu: float | None = None, used: float = 0, flags: frozenset[str] = BF16
-) -> Hardware:
+def machine(ram: float = 64, *, gpu: float | None = None, used: float = 0, flags: frozenset[str] = BF16) -> Hardware:
     memory = Memory(total=int(ram * GIB), available=int(ram * GIB))
     gpus: tuple[Gpu, ...] = ()
     if gpu is not None:
@@ -96,6 +94,37 @@ def test_weights_that_do_not_fit_are_refused_with_numbers_and_advice() -> None:
     assert "2.3 GiB of weights do not fit" in caught.value.message
     assert dict(caught.value.details)["memory"] == "2.0 GiB in all, 2.0 GiB free"
     assert "try" in dict(caught.value.details)
+
+
+def test_ranks_on_a_cpu_share_its_memory_and_hold_whole_norms_each() -> None:
+    one, two = plan(machine(64)), plan(machine(64), tp=2)
+    assert one.weights < two.weights < 1.001 * one.weights
+    assert two.work == 2 * one.work
+    assert (two.kv, two.kv_tokens) == (one.kv, one.kv_tokens)
+    assert two.engine.tp == 2
+
+
+def test_a_kv_head_that_several_ranks_hold_counts_as_often() -> None:
+    few = replace(MODEL, num_kv_heads=2)
+    one, four = (plan(machine(64), few, tp=tp, kv_memory=GIB) for tp in (1, 4))
+    assert four.kv_tokens == one.kv_tokens // 2
+    assert block_bytes(few, "bfloat16", 4) == block_bytes(few, "bfloat16") // 2
+
+
+def test_ranks_on_gpus_have_one_each() -> None:
+    hardware = replace(machine(gpu=24), gpus=(*machine(gpu=24).gpus, *machine(gpu=24, used=6).gpus))
+    one, two = plan(hardware), plan(hardware, tp=2)
+    assert 0.5 * one.weights < two.weights < 0.51 * one.weights
+    assert two.memory == hardware.gpus[1].memory  # the fuller one decides
+    with pytest.raises(EnvironmentFault, match="--tp 4 needs 4 GPUs, and there are 2"):
+        plan(hardware, tp=4)
+
+
+def test_a_number_of_ranks_that_the_heads_do_not_allow_is_refused_with_those_that_work() -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(machine(64), replace(MODEL, num_heads=12, num_kv_heads=3, ffn_size=24576), tp=2)
+    assert caught.value.exit_code == 2
+    assert dict(caught.value.details)["possible"] == "--tp 1, 3, 6, 12"
 
 
 def test_a_kv_cache_larger_than_the_memory_is_refused() -> None:

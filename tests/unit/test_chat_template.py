@@ -58,9 +58,9 @@ def test_loops_can_break_continue_recurse_and_unpack() -> None:
 def test_json_keeps_characters_and_escapes_nothing_for_html() -> None:
     assert render("{{ {'a': '<é&\"'} | tojson }}") == '{"a": "<é&\\""}'
     assert render("{{ [1, {'b': none}] | tojson(indent=2) }}") == '[\n  1,\n  {\n    "b": null\n  }\n]'
-    assert render(
-        "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"
-    ) == ('{"a":"\\u00e9","b":1}')
+    assert render("{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}") == (
+        '{"a":"\\u00e9","b":1}'
+    )
 
 
 def test_the_generation_tag_only_marks() -> None:
@@ -72,14 +72,8 @@ def test_the_date_is_todays() -> None:
 
 
 def test_tools_and_documents_are_defined_even_when_nobody_gives_any() -> None:
-    assert (
-        render("{{ tools is none }}{{ documents is none }}{{ enable_thinking is defined }}")
-        == "TrueTrueFalse"
-    )
-    assert (
-        render("{{ tools[0].name }}{{ enable_thinking }}", tools=[{"name": "f"}], enable_thinking=False)
-        == "fFalse"
-    )
+    assert render("{{ tools is none }}{{ documents is none }}{{ enable_thinking is defined }}") == "TrueTrueFalse"
+    assert render("{{ tools[0].name }}{{ enable_thinking }}", tools=[{"name": "f"}], enable_thinking=False) == "fFalse"
 
 
 def test_special_tokens_are_variables() -> None:
@@ -187,9 +181,7 @@ def test_a_message_must_be_an_object() -> None:
 
 
 def test_text_of_a_message_is_never_run() -> None:
-    assert (
-        render("{{ messages[0].content }}", [{"content": "{{ 7 * 7 }}{% for %}"}]) == "{{ 7 * 7 }}{% for %}"
-    )
+    assert render("{{ messages[0].content }}", [{"content": "{{ 7 * 7 }}{% for %}"}]) == "{{ 7 * 7 }}{% for %}"
 
 
 # What a template cannot reach
@@ -246,9 +238,7 @@ BOMBS = {
     "format width from an argument": "{{ '{:{w}}'.format(1, w=1000000000) }}",
     "format filter": "{{ '%999999999d'|format(1) }}",
     "big number": "{{ 9 ** (9 ** 9) }}",
-    "big product": (
-        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"
-    ),
+    "big product": ("{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"),
     "replace": "{{ ('a' * 100000).replace('a', 'b' * 100000)|length }}",
     "replace filter": "{{ ('a' * 100000)|replace('a', 'b' * 100000)|length }}",
     "join": "{{ ('a' * 100000).join(range(100000)|map('string'))|length }}",
@@ -264,9 +254,7 @@ BOMBS = {
     "printing loops": "{% for a in range(3000) %}{% for b in range(3000) %}a{% endfor %}{% endfor %}",
     "recursive loop": "{% for a in [1] recursive %}{{ loop(range(99999)) }}{% endfor %}",
     "endless macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "branching macro": (
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
-    ),
+    "branching macro": ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"),
     "doubling by plus": (
         "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
     ),
@@ -274,17 +262,14 @@ BOMBS = {
         "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
     ),
     "doubling by block": (
-        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}"
-        "{% endset %}{% endfor %}"
+        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
     ),
     "hoarding slices": (
         "{% set n = namespace(l=[]) %}{% set b = 'a' * 900000 %}{% for i in range(99999) %}"
         "{% set n.l = [b[1:], n.l] %}{% endfor %}"
     ),
     "hoarding lists": "{% for i in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
-    "static text in a loop": "{% set x %}{% for i in range(99999) %}"
-    + "a" * 9999
-    + "{% endfor %}{% endset %}",
+    "static text in a loop": "{% set x %}{% for i in range(99999) %}" + "a" * 9999 + "{% endfor %}{% endset %}",
 }
 NESTED = (
     "{% set n = namespace(x=('a',), y=('a',)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}"

@@ -7,20 +7,21 @@ import time
 from pathlib import Path
 
 import pytest
+from golden_file import same_as_golden
 
 from gtp_serve import __version__
 from gtp_serve.errors import UsageError
 from gtp_serve.server import cli
 from gtp_serve.server.flags import ALIASES, FOREIGN
-from gtp_serve.server.options import ServeOptions, parse_size
+from gtp_serve.server.options import ServeOptions
+from gtp_serve.sizes import parse_size
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = ServeOptions(ckpt=Path("run"))
 
 MISTAKES = [
     [],
     ["--ckpt"],
-    ["--ckpt", "run", "--tp", "2"],
+    ["--ckpt", "run", "--tp", "0"],
     ["--ckpt", "run", "--prot", "8000"],
     ["--ckpt", "run", "--maxrunning", "8"],
     ["--ckpt", "run", "--xyzzy"],
@@ -51,13 +52,13 @@ def test_help_is_the_committed_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == (GOLDEN / "help.txt").read_text()
+    same_as_golden("help.txt", capsys.readouterr().out)
 
 
 def test_serve_and_no_word_have_one_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
-    assert capsys.readouterr().out == (GOLDEN / "help.txt").read_text()
+    same_as_golden("help.txt", capsys.readouterr().out)
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,7 @@ def test_each_mistake_has_the_committed_answer_and_exit_code_2(capsys: pytest.Ca
     for words in MISTAKES:
         assert cli.main(words) == 2
         written.append(f"$ gtp-serve {' '.join(words)}\n{capsys.readouterr().err}")
-    assert "\n".join(written) == (GOLDEN / "usage-errors.txt").read_text()
+    same_as_golden("usage-errors.txt", "\n".join(written))
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -127,6 +128,7 @@ def test_each_option_arrives_where_it_belongs() -> None:
             "--log",
             "json",
             "-v",
+            "--no-prefix-cache",
         ),
         *("--saved-tp", "2", "--saved-gtp", "4", "--saved-etp", "1", "--saved-egtp", "8"),
     )
@@ -134,15 +136,15 @@ def test_each_option_arrives_where_it_belongs() -> None:
     assert (given.context, given.device, given.mem_fraction, given.kv_memory) == (128, "cpu", 0.25, 2 << 30)
     assert (given.max_running, given.host, given.port, given.drain_timeout) == (3, "0.0.0.0", 0, 1.5)
     assert (given.log, given.verbosity, given.chat_template) == ("json", 1, Path("t.jinja"))
+    assert (given.prefix_cache, BASE.prefix_cache) == (False, True)
     assert (given.saved.tp, given.saved.gtp, given.saved.etp, given.saved.egtp) == (2, 4, 1, 8)
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_of_another_server_means_ours(alias: str) -> None:
-    value = {"--ckpt": "run", "--tp": "1", "--kv-memory": "1GiB", "--mem-fraction": "0.5"}.get(
-        ALIASES[alias], "9"
-    )
-    words = [] if ALIASES[alias] == "--no-tokenizer" else [value]
+    value = {"--ckpt": "run", "--tp": "1", "--kv-memory": "1GiB", "--mem-fraction": "0.5"}.get(ALIASES[alias], "9")
+    switches = ("--no-tokenizer", "--no-prefix-cache", "--no-graphs", "--deterministic")
+    words = [] if ALIASES[alias] in switches else [value]
     base = [] if ALIASES[alias] == "--ckpt" else ["--ckpt", "run"]
     ours = cli.parse_serve([*base, ALIASES[alias], *words])
     assert cli.parse_serve([*base, alias, *words]) == ours
@@ -151,7 +153,7 @@ def test_an_alias_of_another_server_means_ours(alias: str) -> None:
 
 
 def test_silent_options_change_nothing_and_log_levels_become_ours() -> None:
-    assert options("--enforce-eager", "--disable-cuda-graph", "--use-checkpoint-args") == BASE
+    assert options("--enable-prefix-caching", "--use-checkpoint-args") == BASE
     assert options("--log-level", "debug").verbosity == 1
     assert options("--log-level=ERROR").verbosity == -1
     assert options("--log-level", "info").verbosity == 0

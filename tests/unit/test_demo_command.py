@@ -74,9 +74,7 @@ def test_pip_that_never_ends_is_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
-def test_progress_of_a_download_is_what_pip_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_of_a_download_is_what_pip_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         'head -c 5000 /dev/zero > "$TMPDIR/part"; sleep 0.5\n'
         'while [ "$1" != "--dest" ]; do shift; done\n'
@@ -122,9 +120,7 @@ def complete(folder: Path) -> Path:
     return folder
 
 
-def test_a_complete_folder_is_recognised_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_folder_is_recognised_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = complete(tmp_path / "my demo")
     assert main(["demo", str(folder), "--wheel", "/nowhere"]) == 0
     said = capsys.readouterr().out
@@ -139,18 +135,14 @@ def change(path: Path, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("hf/config.json", "{ }"), ("hf/config.json", "[]"), ("hf/config.json", None)]
 )
-def test_a_changed_or_missing_file_makes_a_folder_incomplete(
-    tmp_path: Path, name: str, text: str | None
-) -> None:
+def test_a_changed_or_missing_file_makes_a_folder_incomplete(tmp_path: Path, name: str, text: str | None) -> None:
     folder = complete(tmp_path)
     assert is_complete(folder)
     change(folder / name, text)
     assert not is_complete(folder)
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", "{}", '{"version": 0}', '{"version": 1, "wheel_sha256": "x"}']
-)
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"version": 0}', '{"version": 1, "wheel_sha256": "x"}'])
 def test_a_damaged_or_older_manifest_makes_a_folder_incomplete(tmp_path: Path, text: str | None) -> None:
     folder = complete(tmp_path)
     change(folder / "demo.json", text)
@@ -191,9 +183,7 @@ def run_demo(folder: Path, *options: str) -> int:
     return demo.run(parser.parse_args([str(folder), "--wheel", "x.whl", *options]))
 
 
-def test_a_broken_off_demo_is_made_again_from_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_off_demo_is_made_again_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "demo"
     with_writers(monkeypatch, FakeWriters(fail=True))
     with pytest.raises(EnvironmentFault, match="the disk is full"):
@@ -234,9 +224,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         run_demo(tmp_path / "file" / "demo")
 
 
-def test_a_full_disk_is_said_before_anything_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 5 << 20})
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(EnvironmentFault, match=r"5\.0 MiB free; needed: 900\.0 MiB"):

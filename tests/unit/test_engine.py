@@ -14,9 +14,7 @@ from gtp_serve.request import FinishReason, Request, TokenEvent
 
 
 def make_engine(runner: ScriptedRunner | None = None, **limits: int) -> Engine:
-    return Engine(
-        engine_config(**limits), runner or ScriptedRunner(), draw_seed=lambda: 0, log=lambda text: None
-    )
+    return Engine(engine_config(**limits), runner or ScriptedRunner(), draw_seed=lambda: 0, log=lambda text: None)
 
 
 def drain(engine: Engine) -> dict[str, list[TokenEvent]]:
@@ -129,9 +127,7 @@ def test_a_failed_step_costs_its_own_requests_only() -> None:
 
     assert [finish(events[rid]).code for rid in "ab"] == ["engine-error", "engine-error"]
     assert "RuntimeError" in finish(events["a"]).message
-    assert (
-        "broke" not in finish(events["a"]).message
-    )  # the text of an exception may tell what a client must not know
+    assert "broke" not in finish(events["a"]).message  # the text of an exception may tell what a client must not know
     assert tokens(events["c"]) == scripted_output(requests[2])
     assert engine.stats().failed_steps_total == 1
 

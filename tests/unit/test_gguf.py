@@ -116,9 +116,7 @@ def load(path: Path) -> tuple[Checkpoint, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_every_element_type_comes_out_dequantised_and_in_rotary_halves(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_every_element_type_comes_out_dequantised_and_in_rotary_halves(kind: str, tied: bool, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     expected = write_gguf(path, kind=gguf.GGMLQuantizationType[kind], tied=tied)
 
@@ -243,9 +241,7 @@ def test_random_damage_of_the_header_ends_in_one_sentence_or_opens(tmp_path: Pat
     for _ in range(250):
         damaged = bytearray(good)
         at = rng.randrange(size - 8)
-        damaged[at : at + 8] = rng.choice(
-            [b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 2**31), rng.randbytes(8)]
-        )
+        damaged[at : at + 8] = rng.choice([b"\xff" * 8, b"\0" * 8, struct.pack("<Q", 2**31), rng.randbytes(8)])
         path.write_bytes(bytes(damaged))
         try:
             open_checkpoint(path).close()

@@ -93,9 +93,7 @@ def test_mixed_element_types_are_kept(tmp_path: Path) -> None:
 
 def test_byte_order_marks_and_crlf_do_not_matter(tmp_path: Path) -> None:
     truth = write_hf(tmp_path, shards=2)
-    (tmp_path / "generation_config.json").write_text(
-        '{\n"eos_token_id": [3, 4],\n"note": "größe"\n}', encoding="utf-8"
-    )
+    (tmp_path / "generation_config.json").write_text('{\n"eos_token_id": [3, 4],\n"note": "größe"\n}', encoding="utf-8")
     for path in tmp_path.glob("*.json"):
         content = path.read_text(encoding="utf-8").replace("\n", "\r\n")
         path.write_bytes(b"\xef\xbb\xbf" + content.encode())
@@ -193,9 +191,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_hf(tmp_path, shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
 
-    assert "names model-00002-of-00002.safetensors, which is not there" in refusal(
-        tmp_path, CheckpointCorrupt
-    )
+    assert "names model-00002-of-00002.safetensors, which is not there" in refusal(tmp_path, CheckpointCorrupt)
 
 
 def test_a_stale_index_is_called_stale(tmp_path: Path) -> None:
@@ -220,9 +216,7 @@ def test_index_and_files_must_agree_both_ways(tmp_path: Path) -> None:
     assert "'model.norm.weight', but" in refusal(tmp_path, CheckpointCorrupt)
 
     index.write_text(good, encoding="utf-8")
-    edit_json(
-        index, lambda value: value["weight_map"].update({"model.other": "model-00001-of-00002.safetensors"})
-    )
+    edit_json(index, lambda value: value["weight_map"].update({"model.other": "model-00001-of-00002.safetensors"}))
     assert "does not hold it" in refusal(tmp_path, CheckpointCorrupt)
 
 
@@ -385,9 +379,7 @@ def test_rotary_scaling_is_read_in_old_and_new_spelling() -> None:
     assert described(rope_scaling=None).rope == RopeConfig(theta=10000.0)
     assert described(rope_scaling={"type": "linear", "factor": 2}).rope.factor == 2.0
     assert described(rope_scaling={"type": "dynamic", "factor": 2}).rope.original_context == SMALL.max_context
-    yarn = described(
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    ).rope
+    yarn = described(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}).rope
     assert (yarn.scaling, yarn.factor, yarn.original_context, yarn.attention_factor) == (
         "yarn",
         4.0,

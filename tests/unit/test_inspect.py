@@ -13,9 +13,9 @@ import pytest
 from checkpoint_files import SMALL, SMALL_MOE, write_hf, write_megatron
 
 from gtp_serve.errors import UsageError
+from gtp_serve.hardware import find_hardware
 from gtp_serve.layout.gtp import Grid
 from gtp_serve.server import inspect
-from gtp_serve.server.hardware import find_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "megatron"
@@ -51,6 +51,7 @@ def test_a_padded_checkpoint_is_told_with_every_key(capsys: pytest.CaptureFixtur
     assert (value["model"]["vocab_size"], value["model"]["vocab_rows"]) == (251, 252)
     assert (value["supported"], value["reason"]) == (True, None)
     assert (value["iteration"], value["iterations"]) == (100, [100])
+    assert value["possible_tp"] == [1, 2, 4]
     assert value["weight_bytes"] == 2 * value["parameters"]
     assert value["memory"]["fits"] is True
 
@@ -64,9 +65,7 @@ def test_optimizer_bytes_are_told_apart(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_text_says_the_same_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_megatron(
-        tmp_path, replace(SMALL_MOE, vocab_size=20), Grid(tp=2, gtp=2, egtp=2, alignment=16), iteration=7
-    )
+    write_megatron(tmp_path, replace(SMALL_MOE, vocab_size=20), Grid(tp=2, gtp=2, egtp=2, alignment=16), iteration=7)
 
     status, out = run(tmp_path, capsys=capsys)
 
@@ -79,12 +78,11 @@ def test_the_text_says_the_same_in_a_few_lines(tmp_path: Path, capsys: pytest.Ca
     assert "vocab 20 -> 22 rows" in lines["padding"]
     assert "linear_proj 16 -> 32" in lines["padding"]
     assert "none here" in lines["tokenizer"]
+    assert "--tp 1, 2, 4" in lines["ranks"]
     assert f"gtp-serve --ckpt {tmp_path} --tp 1" in lines["supported"]
 
 
-def test_a_hugging_face_folder_and_its_tokenizer_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hugging_face_folder_and_its_tokenizer_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_hf(tmp_path, SMALL)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}', encoding="utf-8")
@@ -96,9 +94,7 @@ def test_a_hugging_face_folder_and_its_tokenizer_are_told(
     assert "chat template found" in run(tmp_path, capsys=capsys)[1]
 
 
-def test_what_cannot_be_served_is_told_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     (folder / ".metadata").write_bytes(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00id\x85R.")
     write_hf(tmp_path / "gpt", SMALL, model_type="gpt2")
@@ -126,9 +122,7 @@ def test_options_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         run(tmp_path, "--saved-tp", "0", capsys=capsys)
 
 
-def test_a_model_that_does_not_fit_is_still_supported(
-    capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_model_that_does_not_fit_is_still_supported(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     small = find_hardware()
     memory = replace(small.ram, total=1 << 20, available=1 << 20)
     monkeypatch.setattr(inspect, "find_hardware", lambda: replace(small, ram=memory, gpus=()))

@@ -80,9 +80,7 @@ def refusal(path: Path, kind: type[Exception] = CheckpointError, **options: Any)
     ],
     ids=lambda value: value.family if isinstance(value, ModelConfig) else f"tp{value.tp}gtp{value.gtp}",
 )
-def test_every_grid_loads_as_it_was_written(
-    config: ModelConfig, grid: Grid, layout: Any, tmp_path: Path
-) -> None:
+def test_every_grid_loads_as_it_was_written(config: ModelConfig, grid: Grid, layout: Any, tmp_path: Path) -> None:
     _, truth = write_megatron(tmp_path / "run", config, grid, layout=layout, pad_value=None)
 
     checkpoint = assert_loads(tmp_path / "run", truth)
@@ -203,9 +201,7 @@ def test_saved_sizes_fill_gaps_and_never_contradict(tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run", SMALL, Grid(tp=2, gtp=2, alignment=4))
     assert "--saved-tp 4 contradicts" in refusal(folder, LayoutMismatch, saved=SavedOverrides(tp=4))
 
-    set_args(
-        folder, tensor_model_parallel_size=..., gtp_weight_remat_size=..., expert_tensor_parallel_size=...
-    )
+    set_args(folder, tensor_model_parallel_size=..., gtp_weight_remat_size=..., expert_tensor_parallel_size=...)
     assert_loads(folder, truth)
     assert_loads(folder, truth, saved=SavedOverrides(tp=2, gtp=2))
     for wrong in (SavedOverrides(tp=4), SavedOverrides(gtp=4), SavedOverrides(gtp=1)):
@@ -255,9 +251,7 @@ def test_arguments_that_contradict_the_grid_are_refused(tmp_path: Path) -> None:
         ("hybrid_layer_pattern", "M*-M*-"),
     ],
 )
-def test_arguments_that_change_the_computation_are_refused_by_name(
-    name: str, value: Any, tmp_path: Path
-) -> None:
+def test_arguments_that_change_the_computation_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     set_args(folder, **{name: value})
 
@@ -307,9 +301,7 @@ def test_arguments_are_mapped_to_the_models_fields(tmp_path: Path) -> None:
     assert described(use_rope_scaling=False, rotary_seq_len_interpolation_factor=4).rope == RopeConfig(
         scaling="linear", factor=4.0
     )
-    assert described(rotary_seq_len_interpolation_factor=None, rotary_base=5000).rope == RopeConfig(
-        theta=5000.0
-    )
+    assert described(rotary_seq_len_interpolation_factor=None, rotary_base=5000).rope == RopeConfig(theta=5000.0)
     yarn = described(
         position_embedding_type="yarn",
         rotary_scaling_factor=4.0,
@@ -493,9 +485,7 @@ def test_separate_layer_norms_load_the_same_as_fused_ones(tmp_path: Path) -> Non
 
 def test_extra_state_optimizer_and_prediction_layers_are_left_out_by_rule(tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run")
-    append_item(
-        folder, "decoder.layers.0.self_attention.core_attention._extra_state/shard_0_1", b"never opened"
-    )
+    append_item(folder, "decoder.layers.0.self_attention.core_attention._extra_state/shard_0_1", b"never opened")
 
     def add(metadata: Any) -> None:
         norm = "decoder.final_layernorm.weight"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -91,7 +91,7 @@ def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> No
     tensors = model(CONFIG)
     short = dict(tensors)
     del short["model.norm.weight"]
-    with pytest.raises(LayoutMismatch, match="model.norm.weight is missing"):
+    with pytest.raises(LayoutMismatch, match=r"model.norm.weight is missing"):
         write_checkpoint(tmp_path, CONFIG, short, Grid())
     tensors["model.norm.weight"] = torch.ones(31)
     with pytest.raises(LayoutMismatch, match=r"model.norm.weight has shape \[31\]; needed: \[32\]"):

@@ -199,9 +199,7 @@ BOMBS = {
     "a million marks": b"\x80\x02" + b"(" * 10**6 + b".",
     "a million nested tuples": b"\x80\x02)" + b"\x85" * 10**6 + b".",
     "a million nested tuples by memo": b"\x80\x04)" + b"\x94\x85" * 10**6 + b".",
-    "billion laughs of tuples": b"\x80\x04)\x94"
-    + b"".join(b"(h%ch%ct\x94" % (i, i) for i in range(200))
-    + b".",
+    "billion laughs of tuples": b"\x80\x04)\x94" + b"".join(b"(h%ch%ct\x94" % (i, i) for i in range(200)) + b".",
     "very many dictionaries": b"\x80\x02" + b"}" * MANY + b".",
     "very many lists": b"\x80\x02" + b"]" * MANY + b".",
     "a name without an end": b"\x80\x02c" + b"a" * 10**6,

@@ -78,9 +78,7 @@ def test_missing_rows_are_refused_by_name_and_range() -> None:
 
 def test_doubled_rows_are_refused_with_both_shards() -> None:
     doubled = rows("again", "gate", 3, 4, 4)
-    assert refusal([*HAVE, doubled], [FUSED]) == (
-        "gate: elements [3:4, 0:4] come twice; from: gate.0 and again"
-    )
+    assert refusal([*HAVE, doubled], [FUSED]) == ("gate: elements [3:4, 0:4] come twice; from: gate.0 and again")
 
 
 def test_a_whole_tensor_on_offer_twice_is_refused() -> None:
@@ -120,9 +118,7 @@ def test_two_wanted_spans_on_one_element_are_refused() -> None:
 def test_many_problems_are_summarised() -> None:
     shapes: dict[str, Shape] = {f"t{n}": (2,) for n in range(9)}
     text = refusal([], [], shapes)
-    assert text.startswith(
-        "the weights on offer do not fit the model in 9 places; 1: t0: the whole tensor [2]"
-    )
+    assert text.startswith("the weights on offer do not fit the model in 9 places; 1: t0: the whole tensor [2]")
     assert text.endswith("5: t4: the whole tensor [2] is missing; and: 4 more")
 
 
@@ -135,16 +131,13 @@ def test_quantised_numbers_never_become_weights_by_a_cast() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    assert "dtype complex64 is not known" in refusal(
-        [whole("w", 4, dtype="complex64")], [whole("w", 4)], {"w": (4,)}
-    )
+    assert "dtype complex64 is not known" in refusal([whole("w", 4, dtype="complex64")], [whole("w", 4)], {"w": (4,)})
 
 
 def test_a_plan_tells_its_counts_and_a_table_that_is_cut() -> None:
     text = str(build_plan(HAVE, [FUSED], SHAPES))
     assert text.splitlines() == [
-        "3 copies from 3 of 4 shards to 1 parameters, "
-        "96 bytes read, 96 bytes written, 16 bytes of padding zeroed",
+        "3 copies from 3 of 4 shards to 1 parameters, 96 bytes read, 96 bytes written, 16 bytes of padding zeroed",
         "  gate.0 [0:4, 0:4] -> gate_up [0:4, 0:4]  bfloat16",
         "  gate.1 [0:2, 0:4] -> gate_up [4:6, 0:4]  bfloat16",
         "  up [0:6, 0:4] -> gate_up [6:12, 0:4]  bfloat16",

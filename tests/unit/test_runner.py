@@ -12,7 +12,7 @@ from gtp_serve.engine.inputs import build_batch, build_rows
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.engine.step import NO_TOKEN, SampleSpec, StepItem, StepPlan
 from gtp_serve.kv.pool import KVPool
-from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.batch import Batch, Taps
 
 GREEDY = SampleSpec(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=1, index=0)
 DRAWN = SampleSpec(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=9, index=4, banned=(2, 3))
@@ -36,7 +36,9 @@ class EchoDecoder:
         self.vocab_rows = vocab_rows
         self.batches: list[Batch] = []
 
-    def forward(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
+    ) -> Tensor:
         assert not torch.is_grad_enabled()
         self.batches.append(batch)
         keys[0].view(-1, keys[0].shape[-1])[batch.slots_T] = 1.0
@@ -71,9 +73,7 @@ def test_a_plan_becomes_one_flat_batch() -> None:
     assert batch.context_lens == (6, 5, 2)
     assert batch.block_tables_SB.tolist() == [[7, 2], [1, 9], [4, 0]]
     assert batch.logit_rows_S.tolist() == [0, 5]
-    assert {t.dtype for t in (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_S)} == {
-        torch.int64
-    }
+    assert {t.dtype for t in (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_S)} == {torch.int64}
 
 
 def test_sampling_rows_are_those_of_the_samplers_in_order() -> None:

@@ -69,9 +69,7 @@ def random_rows(rng: random.Random, count: int, vocab: int) -> SamplingRows:
         top_k=[rng.choice([-1, -1, 1, 3, 40, 64, 65, 300, 5000]) for _ in range(count)],
         top_p=[rng.choice([1.0, 1.0, 0.999, 0.9, 0.5, 0.01]) for _ in range(count)],
         min_p=[rng.choice([0.0, 0.0, 0.001, 0.2, 1.0]) for _ in range(count)],
-        seed=[
-            rng.choice([rng.getrandbits(63), -rng.getrandbits(63), rng.randrange(9)]) for _ in range(count)
-        ],
+        seed=[rng.choice([rng.getrandbits(63), -rng.getrandbits(63), rng.randrange(9)]) for _ in range(count)],
         index=[rng.randrange(5000) for _ in range(count)],
         banned=[tuple(sorted(rng.sample(range(vocab), rng.choice([0, 0, 1, 2])))) for _ in range(count)],
     )
@@ -81,9 +79,7 @@ def random_rows(rng: random.Random, count: int, vocab: int) -> SamplingRows:
 def test_tokens_and_logprobs_agree_with_the_plain_twin(vocab: int, count: int) -> None:
     rng = random.Random(vocab)
     logits = torch.randn(count, vocab + 3, generator=torch.Generator().manual_seed(vocab)) * 3
-    logits = torch.where(
-        torch.arange(count)[:, None] % 2 == 0, logits.round(), logits
-    )  # half with many equals
+    logits = torch.where(torch.arange(count)[:, None] % 2 == 0, logits.round(), logits)  # half with many equals
     logits = torch.where(torch.arange(count)[:, None] % 5 == 0, logits * 0.05, logits)  # some almost flat
     rows = random_rows(rng, count, vocab)
 
@@ -187,9 +183,7 @@ def test_banned_ids_are_never_chosen_but_keep_their_raw_probability(temperature:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_reported_and_leaves_its_neighbours_alone(
-    bad: float, temperature: float
-) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_leaves_its_neighbours_alone(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2))
     rows = make_rows(3, temperature=temperature)
     expected = sample(logits, rows, vocab_size=300).token_ids_S

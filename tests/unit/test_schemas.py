@@ -77,11 +77,7 @@ def test_each_number_takes_its_range_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CALL, *(name for name, field in SAMPLING.items() if field.kind == "bool")])
 def test_each_flag_takes_true_false_and_null_only(name: str) -> None:
-    wrap = (
-        (lambda value: {"sampling_params": {name: value}})
-        if name in SAMPLING
-        else (lambda value: {name: value})
-    )
+    wrap = (lambda value: {"sampling_params": {name: value}}) if name in SAMPLING else (lambda value: {name: value})
     for value in (True, False, None):
         read(**wrap(value))
     wrong: tuple[Any, ...] = (0, 1, "true", [], {}, float("nan"))

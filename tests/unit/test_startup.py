@@ -6,9 +6,9 @@ import json
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
+from golden_file import same_as_golden
 
 from gtp_serve.engine.messages import Phase
 from gtp_serve.errors import CheckpointNotFound, EngineFault
@@ -16,7 +16,6 @@ from gtp_serve.server.failures import as_known_error, format_error, print_failur
 from gtp_serve.server.startup import Lines, ReadyNote, Reporter, ReporterHandler, format_fields
 from gtp_serve.server.terminal import Terminal
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 GIB = 1 << 30
 
 
@@ -37,9 +36,7 @@ def play(reporter: Reporter, clock: Clock) -> None:
     reporter.phase(Phase(name="port 127.0.0.1:30000", state="ok", seconds=0.01))
     reporter.phase(Phase(name="read checkpoint index", state="running"))
     clock.seconds += 0.1
-    reporter.phase(
-        Phase(name="read checkpoint index", state="ok", detail="310 tensors, all shapes match", seconds=0.1)
-    )
+    reporter.phase(Phase(name="read checkpoint index", state="ok", detail="310 tensors, all shapes match", seconds=0.1))
     reporter.fact(
         "checkpoint",
         ["/ckpts/my-run/iter_0000100   (newest of 4 iterations)", "Megatron torch_dist, step 100"],
@@ -93,7 +90,7 @@ def test_the_start_reads_as_committed(form: str, monkeypatch: pytest.MonkeyPatch
             return Terminal(stream, clock=clock, now=clock.now)
         return Lines(stream, as_json=form == "json", clock=clock, now=clock.now)
 
-    assert written(make) == (GOLDEN / f"start-{form}.txt").read_text()
+    same_as_golden(f"start-{form}.txt", written(make))
 
 
 def test_no_phase_is_silent_for_more_than_five_seconds() -> None:

@@ -25,6 +25,7 @@ SOURCES = ("gtp_serve", "loaders", "server")
 #: Modules that import no torch, beside everything in layout, loaders and server.
 DECIDING = (
     "gtp_serve",
+    "gtp_serve.budget",
     "gtp_serve.config",
     "gtp_serve.engine.client",
     "gtp_serve.engine.messages",
@@ -32,10 +33,14 @@ DECIDING = (
     "gtp_serve.engine.sequence",
     "gtp_serve.engine.step",
     "gtp_serve.errors",
+    "gtp_serve.hardware",
     "gtp_serve.kv.blocks",
+    "gtp_serve.kv.prefix",
     "gtp_serve.refit.plan",
     "gtp_serve.refit.source",
     "gtp_serve.request",
+    "gtp_serve.sizes",
+    "gtp_serve.text",
 )
 #: Modules among those that do: the demo's writers and the engine process's composition root.
 NEEDS_TORCH = {
@@ -196,9 +201,7 @@ def modules_of(package: str) -> list[str]:
 def copy_of_the_source(target: Path) -> Path:
     target.mkdir()
     for name in SOURCES:
-        shutil.copytree(
-            ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     return target
@@ -217,9 +220,7 @@ def imported_names(path: Path) -> set[str]:
 
 def called_names(path: Path) -> set[str]:
     """Dotted text of whatever a file calls."""
-    return {
-        ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-    }
+    return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
 
 
 def timed_help() -> float:

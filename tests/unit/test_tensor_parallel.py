@@ -15,8 +15,9 @@ from torch import Tensor
 from gtp_serve.config import ModelConfig, MoeConfig
 from gtp_serve.errors import UsageError
 from gtp_serve.layout.huggingface import logical_tensors
+from gtp_serve.layout.ranks import kv_heads_per_rank, possible_ranks, rank_elements
 from gtp_serve.layout.spans import Box, Span, check_coverage
-from gtp_serve.models.decoder import Decoder, build_decoder, possible_ranks
+from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.refit.plan import build_plan
 
 DENSE = ModelConfig(
@@ -111,6 +112,17 @@ def test_targets_are_exactly_the_logical_tensors(name: str) -> None:
         check_coverage(tensor, shape, [(span.logical, "") for span in pieces[tensor]])
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_rank_is_said_to_hold_is_what_it_holds(name: str, size: int) -> None:
+    config = CONFIGS[name]
+    shapes = logical_tensors(config)
+    said = sum(rank_elements(tensor, shape, config, size) for tensor, shape in shapes.items())
+    first = build_ranks(config, size)[1][0]
+    assert said == sum(target.tensor.numel() for target in first.targets())
+    assert kv_heads_per_rank(config, size) == first.num_kv_heads
+
+
 def copies_of(spans: list[Span], shape: tuple[int, ...]) -> Tensor:
     """How many ranks hold each element."""
     counts = torch.zeros(shape, dtype=torch.int64)
@@ -190,8 +202,7 @@ def test_a_rank_reads_only_its_share() -> None:
     shapes = logical_tensors(DENSE)
     _, decoders = build_ranks(DENSE, 2)
     plans = [
-        build_plan(source.shards(), [target.shard for target in decoder.targets()], shapes)
-        for decoder in decoders
+        build_plan(source.shards(), [target.shard for target in decoder.targets()], shapes) for decoder in decoders
     ]
     norms = 4 * sum(Box.whole(shape).volume for name, shape in shapes.items() if "norm" in name)
     total = 4 * sum(tensor.numel() for tensor in tensors.values())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gtp_serve.loaders.tokenizer import Tokenizer
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles
-from gtp_serve.server.text import ByteRuns, IncrementalDecoder, StopMatcher
+from gtp_serve.text import ByteRuns, IncrementalDecoder, StopMatcher
 
 
 def spelled_tokenizer(**files: Any) -> Tokenizer:
@@ -169,13 +169,9 @@ def test_text_that_cannot_become_a_stop_is_not_held_back() -> None:
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
     st.lists(st.text("abc", max_size=4), max_size=12),
 )
-def test_the_first_stop_to_be_completed_wins_wherever_the_pieces_are_cut(
-    stops: list[str], pieces: list[str]
-) -> None:
+def test_the_first_stop_to_be_completed_wins_wherever_the_pieces_are_cut(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
-    ends = [
-        (end, -len(stop), stop) for stop in stops for end in range(len(text) + 1) if text[:end].endswith(stop)
-    ]
+    ends = [(end, -len(stop), stop) for stop in stops for end in range(len(text) + 1) if text[:end].endswith(stop)]
     shown, matched = run_matcher(stops, pieces)
     if ends:
         end, _, stop = min(ends)

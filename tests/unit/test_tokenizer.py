@@ -111,9 +111,7 @@ def test_half_a_surrogate_pair_is_the_clients_fault(tokenizer_dir: Path) -> None
     assert caught.value.code == "invalid-text"
 
 
-def test_a_length_limit_or_padding_in_the_file_does_not_change_prompts(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_a_length_limit_or_padding_in_the_file_does_not_change_prompts(tmp_path: Path, tokenizer_dir: Path) -> None:
     folder = copy_with(
         tokenizer_dir,
         tmp_path,
@@ -130,9 +128,7 @@ def test_a_length_limit_or_padding_in_the_file_does_not_change_prompts(
     assert load(folder).encode("abcdef") == load(tokenizer_dir).encode("abcdef")
 
 
-def test_special_tokens_are_added_only_as_the_post_processor_says(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_special_tokens_are_added_only_as_the_post_processor_says(tmp_path: Path, tokenizer_dir: Path) -> None:
     processor = {
         "type": "TemplateProcessing",
         "single": [
@@ -165,9 +161,7 @@ def test_tokens_that_only_the_config_calls_special_are_special(tmp_path: Path, t
     assert tokenizer.vocab_size == 273
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"model": {"type": "Nonsense"}}', "version https://git-lfs"]
-)
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "Nonsense"}}', "version https://git-lfs"])
 def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointCorrupt, match=r"tokenizer\.json"):
@@ -246,9 +240,7 @@ def test_chat_messages_become_the_templates_text(tokenizer_dir: Path) -> None:
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_without_a_template_chat_names_the_option_and_text_still_works(
-    tmp_path: Path, tokenizer_dir: Path
-) -> None:
+def test_without_a_template_chat_names_the_option_and_text_still_works(tmp_path: Path, tokenizer_dir: Path) -> None:
     folder = copy_with(tokenizer_dir, tmp_path)
     (folder / "chat_template.jinja").unlink()
     tokenizer = load(folder)

@@ -62,9 +62,7 @@ def test_an_operator_may_name_the_folder_or_the_file(tmp_path: Path, name: str) 
 
 def test_a_slow_tokenizer_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(
-        NoTokenizer, match=r"tokenizer\.model: a slow tokenizer.*--tokenizer PATH.*--no-tokenizer"
-    ):
+    with pytest.raises(NoTokenizer, match=r"tokenizer\.model: a slow tokenizer.*--tokenizer PATH.*--no-tokenizer"):
         tokenizer_at(tmp_path)
 
 
@@ -98,9 +96,7 @@ def test_special_tokens_map_fills_what_the_config_does_not_say(tmp_path: Path) -
     ("value", "ids"),
     [(5, (5,)), ([5, 7], (5, 7)), (0, (0,)), (None, ()), ("5", ()), (True, ()), ([5, None, -1], (5,))],
 )
-def test_generation_config_gives_one_or_many_end_tokens(
-    tmp_path: Path, value: Any, ids: tuple[int, ...]
-) -> None:
+def test_generation_config_gives_one_or_many_end_tokens(tmp_path: Path, value: Any, ids: tuple[int, ...]) -> None:
     write(tmp_path, generation_config__json=json.dumps({"eos_token_id": value}))
     assert found(tmp_path).eos_token_ids == ids
 
@@ -144,9 +140,7 @@ def test_clean_up_of_spaces_needs_a_plain_true(tmp_path: Path, value: Any, asked
     assert found(write(tmp_path, {"clean_up_tokenization_spaces": value})).clean_up_spaces is asked
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config__json", "special_tokens_map__json", "generation_config__json"]
-)
+@pytest.mark.parametrize("name", ["tokenizer_config__json", "special_tokens_map__json", "generation_config__json"])
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00", '{"a": ' * 100_000])
 def test_a_damaged_small_file_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
     write(tmp_path, **{name: text})

@@ -123,8 +123,7 @@ def test_items_without_offset_and_index_are_found_by_name(tmp_path: Path) -> Non
 
     def renumber(m: Any) -> None:
         m.storage_data = {
-            MetadataIndex(i.fqn, i.offset, None if i.offset is None else 77): info
-            for i, info in m.storage_data.items()
+            MetadataIndex(i.fqn, i.offset, None if i.offset is None else 77): info for i, info in m.storage_data.items()
         }
 
     edit_metadata(folder, renumber)
@@ -144,9 +143,7 @@ def test_forgotten_items_leave_their_bytes_unnamed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (1, 4, 6), ()])
-def test_the_bytes_of_a_tensor_are_found_inside_its_archive(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_the_bytes_of_a_tensor_are_found_inside_its_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).to(dtype)
     name = str(dtype).removeprefix("torch.")
 

@@ -1,0 +1,372 @@
+"""The engine in the caller's own process: no HTTP, no other process.
+
+with LLM("/ckpts/my-run") as llm:
+    for completion in llm.generate(["2+2=", "The sky is"], max_new_tokens=16, temperature=0):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from msgspec import structs
+
+from gtp_serve.completion import Completion, Delta, Growing, Score
+from gtp_serve.embedded import EmbeddedOptions, open_engine
+from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.messages import EngineStats
+from gtp_serve.errors import EngineFault, NoTokenizer, QueueFull, RequestRejected, UsageError
+from gtp_serve.loaders.tokenizer import Tokenizer
+from gtp_serve.progress import Bar
+from gtp_serve.request import LogprobOptions, Request, SamplingParams, TokenEvent
+from gtp_serve.sizes import parse_size
+from gtp_serve.text import special_stops
+from gtp_serve.wanted import Prompt, Prompts, SamplingForm, Wanted, read_prompts, read_wanted
+
+Messages = Sequence[Mapping[str, Any]]
+_LARGEST_SEED = (1 << 63) - 1
+
+
+class LLM:
+    """A checkpoint, loaded and ready.  Safe to use from several threads, whose requests share steps.
+
+    :param ckpt: Megatron torch_dist folder, Hugging Face folder or GGUF file.
+    :param context: most tokens of prompt plus output; by default what the model and the memory allow.
+    :param kv_memory: bytes, or a size such as ``"4GiB"``; by default what fits.
+    :param max_running: sequences in one step.
+    :param tokenizer: folder with ``tokenizer.json``, by default the checkpoint's; False: token ids only.
+    :param deterministic: a token's log-probability has the same bits whatever is computed beside it; slower.
+    :param graphs: record decode steps and replay them, where the device can.
+    :param progress: show loading on a terminal.
+    :raises GtpServeError: whatever is wrong with the checkpoint, the memory or the device.
+    """
+
+    def __init__(
+        self,
+        ckpt: str | Path,
+        *,
+        tp: int = 1,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        context: int | None = None,
+        kv_memory: int | str | None = None,
+        mem_fraction: float | None = None,
+        max_running: int | None = None,
+        tokenizer: str | Path | Literal[False] | None = None,
+        chat_template: str | Path | None = None,
+        iteration: int | None = None,
+        deterministic: bool = False,
+        prefix_cache: bool = True,
+        graphs: bool = True,
+        progress: bool = True,
+    ) -> None:
+        if tp != 1:
+            raise UsageError(
+                f"tp={tp}: LLM computes in this process, which is one rank", [("try", f"gtp-serve --tp {tp}")]
+            )
+        options = EmbeddedOptions(
+            device=device,
+            dtype=dtype,
+            context=context,
+            mem_fraction=mem_fraction,
+            kv_memory=parse_size(kv_memory) if isinstance(kv_memory, str) else kv_memory,
+            max_running=max_running,
+            prefix_cache=prefix_cache,
+            graphs=graphs,
+            deterministic=deterministic,
+        )
+        embedded = open_engine(
+            Path(ckpt),
+            options,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            iteration=iteration,
+            progress=progress,
+        )
+        self.tokenizer = embedded.tokenizer
+        """None when there is none."""
+        self.config = embedded.engine.config
+        """What the engine was built for: dtype, device, context, KV blocks."""
+        self._grammars = embedded.grammars
+        self._engine: Engine | None = embedded.engine
+        self._fault: EngineFault | None = None
+        self._lock = threading.RLock()
+        self._inboxes: dict[str, deque[TokenEvent]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back.  Whatever runs ends with an error; a second call does nothing."""
+        with self._lock:
+            self._engine = None
+            self._inboxes.clear()
+            if self._grammars is not None:
+                self._grammars.close()
+
+    def stats(self) -> EngineStats:
+        """The engine's numbers as of now."""
+        with self._lock:
+            return self._running().stats()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingForm | Sequence[SamplingForm] | None = None,
+        *,
+        n: int = 1,
+        return_logprob: bool = True,
+        top_logprobs: int = 0,
+        progress: bool = True,
+        **fields: Any,
+    ) -> list[Completion]:
+        """Complete prompts, all at once; a list in their order, ``n`` in a row for each.
+
+        :param prompts: a text, a list of token ids, or a list of either.
+        :param sampling: for all prompts, or one for each; its fields may be given as keywords instead, with
+            ``stop``, ``no_stop_trim``, ``skip_special_tokens``, ``json_schema``, ``regex``, ``choice``, ``lark``.
+        :param n: with a seed, the sequences of a prompt take it and the following ones.
+        :raises UsageError: for arguments that cannot mean anything.
+        :raises RequestRejected: for a prompt that cannot be answered; none is answered then.
+        """
+        return self._complete(
+            [self._encode(prompt) for prompt in read_prompts(prompts)],
+            sampling,
+            fields,
+            n=n,
+            with_logprobs=return_logprob,
+            options=_logprob_options(top_logprobs),
+            progress=progress,
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingForm | Sequence[SamplingForm] | None = None,
+        *,
+        n: int = 1,
+        return_logprob: bool = True,
+        top_logprobs: int = 0,
+        progress: bool = True,
+        template: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Completion]:
+        """The assistant's next message in one or several conversations.
+
+        :param messages: objects with ``role`` and ``content``; or a list of such lists.
+        :param template: further variables for the chat template, for example ``tools``.
+        :raises RequestRejected: also when there is no chat template.
+        """
+        several = not messages or not isinstance(messages[0], Mapping)
+        conversations: Sequence[Messages] = messages if several else [messages]  # type: ignore[assignment, list-item]
+        return self._complete(
+            [self._render(conversation, template or {}) for conversation in conversations],
+            sampling,
+            fields,
+            n=n,
+            with_logprobs=return_logprob,
+            options=_logprob_options(top_logprobs),
+            progress=progress,
+        )
+
+    def stream(self, prompt: Prompt, sampling: SamplingForm | None = None, **fields: Any) -> Iterator[Delta]:
+        """One completion, token by token.  Closing the iterator ends the sequence."""
+        (one,) = read_prompts(prompt)
+        (wanted,) = read_wanted(sampling, fields, 1)
+        request, growing = self._job(self._encode(one), wanted, 0, None)
+        return self._deltas(request, growing)
+
+    def score(self, items: Prompts, *, start: int = 0, progress: bool = True) -> list[Score]:
+        """Log-probabilities of the tokens of texts or lists of ids, each after those before it; nothing is generated.
+
+        :param start: leave out the tokens up to this one, a prompt's say; they are still read.
+        """
+        wanted = Wanted(
+            sampling=SamplingParams(max_new_tokens=0), text=read_wanted(None, {}, 1)[0].text, max_is_default=False
+        )
+        options = LogprobOptions(prompt_start=start)
+        jobs = [self._job(self._encode(item), wanted, 0, options) for item in read_prompts(items)]
+        self._run(jobs, Bar("scoring", len(jobs), unit="sequences", wanted=progress))
+        return [
+            Score(ids=request.input_ids, start=start, logprobs=_require_scored(growing)) for request, growing in jobs
+        ]
+
+    # -- from arguments to requests ----------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        return tuple(self._require_tokenizer("a text").encode(prompt))
+
+    def _render(self, messages: Messages, variables: Mapping[str, Any]) -> tuple[int, ...]:
+        tokenizer = self._require_tokenizer("a conversation")
+        return tuple(tokenizer.encode(tokenizer.render_chat(messages, **variables), add_special_tokens=False))
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise NoTokenizer(
+                f"{what} needs a tokenizer, and there is none",
+                [("try", 'LLM(..., tokenizer="/path/to/hf-folder"), or token ids')],
+            )
+        return self.tokenizer
+
+    def _complete(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingForm | Sequence[SamplingForm] | None,
+        fields: Mapping[str, Any],
+        *,
+        n: int,
+        with_logprobs: bool,
+        options: LogprobOptions | None,
+        progress: bool,
+    ) -> list[Completion]:
+        if n < 1:
+            raise UsageError(f"n is {n}", [("needed", "1 or more")])
+        wanted = read_wanted(sampling, fields, len(prompts))
+        jobs = [
+            self._job(ids, one, sample, options)
+            for ids, one in zip(prompts, wanted, strict=True)
+            for sample in range(n)
+        ]
+        self._run(jobs, Bar("generating", len(jobs), unit="sequences", wanted=progress))
+        return [growing.whole(with_logprobs=with_logprobs) for _, growing in jobs]
+
+    def _job(
+        self, ids: tuple[int, ...], wanted: Wanted, sample: int, options: LogprobOptions | None
+    ) -> tuple[Request, Growing]:
+        sampling, stop = wanted.sampling, wanted.text.stop
+        hidden: dict[int, str] = {}
+        if stop:
+            hidden = special_stops(stop, self._require_tokenizer("a stop string"), self.config.model.vocab_size)
+        new = sampling.max_new_tokens
+        if wanted.max_is_default:
+            new = max(min(new, self.config.max_context - len(ids)), sampling.min_new_tokens, 1)
+        seed = sampling.seed
+        sampling = structs.replace(
+            sampling,
+            max_new_tokens=new,
+            seed=None if seed is None else (seed + sample) % (_LARGEST_SEED + 1),
+            stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hidden))),
+        )
+        request = Request(rid=uuid.uuid4().hex, input_ids=ids, sampling=sampling, logprobs=options)
+        growing = Growing(ids, self.tokenizer, wanted.text, hidden_stops=hidden, min_tokens=sampling.min_new_tokens)
+        return request, growing
+
+    # -- driving the engine ------------------------------------------------------------------------
+
+    def _run(self, jobs: Sequence[tuple[Request, Growing]], bar: Bar) -> None:
+        """Until all are finished; whatever happens, none of them is left in the engine."""
+        waiting, running = deque(jobs), dict[str, Growing]()
+        self._check_grammars([request for request, _ in jobs])
+        tokens = 0
+        with bar:
+            try:
+                while waiting or running:
+                    self._admit(waiting, running)
+                    for rid, event in self._next_events(running):
+                        growing = running[rid]
+                        tokens += len(event.token_ids)
+                        if growing.add(event):
+                            del running[rid]
+                            self._forget(rid)
+                            bar.advance(f"{tokens} tokens")
+            finally:
+                for rid in running:
+                    self._forget(rid)
+
+    def _admit(self, waiting: deque[tuple[Request, Growing]], running: dict[str, Growing]) -> None:
+        """Hand over what the engine's queue takes."""
+        while waiting and len(running) < self.config.max_waiting:
+            request, growing = waiting[0]
+            try:
+                self._add(request)
+            except QueueFull:
+                if running:
+                    return
+                raise
+            running[request.rid] = growing
+            waiting.popleft()
+
+    def _check_grammars(self, requests: Sequence[Request]) -> None:
+        """A grammar that is not served is refused before anything runs, by the compiler's own words."""
+        grammars = {request.sampling.grammar for request in requests} - {None}
+        if grammars and self._grammars is None:
+            self._require_tokenizer("a grammar")
+        for grammar in grammars:
+            if grammar is not None and self._grammars is not None:
+                self._grammars.compile(grammar).result()
+
+    def _deltas(self, request: Request, growing: Growing) -> Iterator[Delta]:
+        self._check_grammars([request])
+        self._add(request)
+        try:
+            while growing.finish is None:
+                for _, event in self._next_events({request.rid: growing}):
+                    growing.add(event)
+                    yield growing.news()
+        finally:
+            self._forget(request.rid)
+
+    def _running(self) -> Engine:
+        if self._fault is not None:
+            raise self._fault
+        if self._engine is None:
+            raise UsageError("this LLM is closed")
+        return self._engine
+
+    def _add(self, request: Request) -> None:
+        with self._lock:
+            self._running().add(request)
+            self._inboxes[request.rid] = deque()
+
+    def _forget(self, rid: str) -> None:
+        """End a sequence, if it still runs, and throw away what else comes of it."""
+        with self._lock:
+            self._inboxes.pop(rid, None)
+            if self._engine is not None:
+                self._engine.abort(rid)
+
+    def _next_events(self, wanted: Mapping[str, Growing]) -> list[tuple[str, TokenEvent]]:
+        """Events of some sequences; steps until there is one.  Those of others go to their inboxes."""
+        while True:
+            with self._lock:
+                engine = self._running()
+                found = [(rid, box.popleft()) for rid in wanted if (box := self._inboxes.get(rid))]
+                if found:
+                    return found
+                if not engine.has_work():
+                    raise EngineFault("the engine lost a request")
+                for event in self._step(engine):
+                    if event.rid in self._inboxes:
+                        self._inboxes[event.rid].append(event)
+
+    def _step(self, engine: Engine) -> list[TokenEvent]:
+        try:
+            engine.check()
+            return engine.step()
+        except EngineFault as fault:
+            self._fault = fault
+            raise
+
+
+def _logprob_options(top_logprobs: int) -> LogprobOptions | None:
+    return LogprobOptions(top_n=top_logprobs) if top_logprobs else None
+
+
+def _require_scored(growing: Growing) -> tuple[float, ...]:
+    finish = growing.finish
+    if finish is not None and finish.type == "abort":
+        raise RequestRejected(finish.message, code=finish.code or None)
+    return growing.prompt_logprobs
