@@ -77,9 +77,7 @@ def _check_format(meter: Meter, pattern: str, marker: str, values: Iterable[obje
 
 
 def _refused(_meter: Meter, method: Any, *_args: Any, **_kwargs: Any) -> Any:
-    raise SecurityError(
-        f"the method {getattr(method, '__name__', 'of this name')} is not available in chat templates"
-    )
+    raise SecurityError(f"the method {getattr(method, '__name__', 'of this name')} is not available in chat templates")
 
 
 def _join(meter: Meter, method: Any, owner: str, values: Iterable[Any]) -> Any:
@@ -163,15 +161,11 @@ def _leading(passes: str | None, context: Context) -> tuple[Any, ...]:
     """What a filter wants before its value, by Jinja's mark on the function."""
     if passes is None:
         return ()
-    return (
-        {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passes],
-    )
+    return ({"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passes],)
 
 
 def _check_filter(meter: Meter, name: str, value: Any, args: list[Any]) -> None:
-    if name not in _UNBOUNDED_INT and any(
-        isinstance(arg, int) and abs(arg) > _MAX_FILTER_INT for arg in args
-    ):
+    if name not in _UNBOUNDED_INT and any(isinstance(arg, int) and abs(arg) > _MAX_FILTER_INT for arg in args):
         raise BoundExceeded(f"it gives the filter {name} a number above {_MAX_FILTER_INT}")
     if name in _TEXT_FILTERS:
         texts = [meter.text(part) for part in (value, *args)]

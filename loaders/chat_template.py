@@ -99,13 +99,9 @@ class ChatTemplate:
         except BoundExceeded as error:
             raise _rejected("chat-template-limit", "the chat template was stopped", error) from error
         except _Refused as error:
-            raise _rejected(
-                "chat-template-refused", "the chat template refuses these messages", error
-            ) from error
+            raise _rejected("chat-template-refused", "the chat template refuses these messages", error) from error
         except SecurityError as error:
-            raise _rejected(
-                "chat-template-unsafe", "the chat template does what is not allowed", error
-            ) from error
+            raise _rejected("chat-template-unsafe", "the chat template does what is not allowed", error) from error
         except Exception as error:  # the template is untrusted code: whatever it raises is its own failure
             raise _rejected("chat-template-failed", "the chat template failed", error) from error
 

@@ -61,9 +61,7 @@ class Checkpoint:
             box = Box.whole(shape)
             want = Shard(name, shape, have.dtype, (Span(name, box, box),))
             tensor = torch.empty(shape, dtype=getattr(torch, want.dtype))
-            apply_plan(
-                build_plan(have.shards(), [want], {name: shape}), have, [Target(want, tensor)], threads=1
-            )
+            apply_plan(build_plan(have.shards(), [want], {name: shape}), have, [Target(want, tensor)], threads=1)
             yield name, tensor
 
     def close(self) -> None:
@@ -79,8 +77,7 @@ class _Part:
         self._indices = indices
         everything = source.shards()
         self._shards = tuple(
-            replace(everything[i], spans=tuple(s for s in everything[i].spans if s.name == name))
-            for i in indices
+            replace(everything[i], spans=tuple(s for s in everything[i].spans if s.name == name)) for i in indices
         )
         self.dtype = max((shard.dtype for shard in self._shards), key=lambda d: (d == "float32", d))
 
@@ -120,9 +117,7 @@ def open_checkpoint(
     try:
         return _open(path, iteration, saved)
     except OSError as error:
-        raise CheckpointNotFound(
-            f"{path} cannot be read: {error.strerror or type(error).__name__}"
-        ) from error
+        raise CheckpointNotFound(f"{path} cannot be read: {error.strerror or type(error).__name__}") from error
 
 
 def _open(path: Path, iteration: int | None, saved: SavedOverrides) -> Checkpoint:
@@ -148,9 +143,7 @@ def _open(path: Path, iteration: int | None, saved: SavedOverrides) -> Checkpoin
     raise _not_found(path)
 
 
-def _checkpoint(
-    path: Path, config: ModelConfig, facts: Facts, source: WeightSource, folder: Path
-) -> Checkpoint:
+def _checkpoint(path: Path, config: ModelConfig, facts: Facts, source: WeightSource, folder: Path) -> Checkpoint:
     try:
         tokenizer = find_tokenizer(folder)
     except BaseException:
@@ -179,19 +172,13 @@ def _refuse_megatron_options(path: Path, what: str, iteration: int | None, saved
     if iteration is not None:
         raise UsageError(f"--iteration {iteration} was given, but {path} is {what}, which has no iterations")
     if saved != _NOTHING_SAID:
-        raise UsageError(
-            f"--saved-* options were given, but {path} is {what}, which was not saved by Megatron"
-        )
+        raise UsageError(f"--saved-* options were given, but {path} is {what}, which was not saved by Megatron")
 
 
 def _not_found(path: Path) -> CheckpointNotFound:
-    details = [
-        ("looked for", "metadata.json + .metadata (Megatron torch_dist), config.json (Hugging Face), *.gguf")
-    ]
+    details = [("looked for", "metadata.json + .metadata (Megatron torch_dist), config.json (Hugging Face), *.gguf")]
     if path.is_file():
-        return CheckpointNotFound(
-            f"{path} is a file, and not a GGUF file", [*details, ("try", str(path.parent))]
-        )
+        return CheckpointNotFound(f"{path} is a file, and not a GGUF file", [*details, ("try", str(path.parent))])
     what = "is not a checkpoint folder" if path.is_dir() else "does not exist"
     details += _found(path)
     return CheckpointNotFound(f"{path} {what}", details)

@@ -78,9 +78,7 @@ def read_whole(path: Path, root: Path, limit: int) -> bytes:
     """
     size = file_size(path, root)
     if size > limit:
-        raise CheckpointCorrupt(
-            f"{path} has {size} bytes", [("limit", f"{limit} bytes for a file of this kind")]
-        )
+        raise CheckpointCorrupt(f"{path} has {size} bytes", [("limit", f"{limit} bytes for a file of this kind")])
     try:
         with path.open("rb") as file:
             data = file.read(size + 1)

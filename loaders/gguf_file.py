@@ -61,9 +61,7 @@ class OpenedGguf:
 class GgufSource:
     """The tensors of a GGUF file, one shard each."""
 
-    def __init__(
-        self, header: GgufHeader, names: Mapping[str, str], config: ModelConfig, views: FileViews
-    ) -> None:
+    def __init__(self, header: GgufHeader, names: Mapping[str, str], config: ModelConfig, views: FileViews) -> None:
         self._path = header.path
         self._tensors = [header.tensors[key] for key in names]
         self._shards = tuple(_shard(t, name) for t, name in zip(self._tensors, names.values(), strict=True))
@@ -164,15 +162,8 @@ class _Values:
 
     def number(self, name: str, default: float) -> float:
         value = self.header.fields.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
-        ):
-            raise CheckpointCorrupt(
-                f"{self.header.path}: {name} is {shown(value)}", [("needed", "a number above 0")]
-            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise CheckpointCorrupt(f"{self.header.path}: {name} is {shown(value)}", [("needed", "a number above 0")])
         return _shortest(float(value))
 
 
@@ -189,9 +180,7 @@ def _shortest(value: float) -> float:
 def _config(header: GgufHeader) -> ModelConfig:
     architecture = header.fields.get("general.architecture")
     if architecture != "llama":
-        raise UnsupportedModel(
-            f"{header.path}: the architecture is {shown(architecture)}", [("supported", "llama")]
-        )
+        raise UnsupportedModel(f"{header.path}: the architecture is {shown(architecture)}", [("supported", "llama")])
     values = _Values(header)
     if header.fields.get("llama.expert_count"):
         raise UnsupportedModel(f"{header.path}: the model has experts, which are not read from GGUF files")
@@ -199,18 +188,12 @@ def _config(header: GgufHeader) -> ModelConfig:
     kv_heads = values.integer("llama.attention.head_count_kv", heads)
     head_dim = values.integer("llama.attention.key_length", hidden // heads or 1)
     rotated = values.integer("llama.rope.dimension_count", head_dim)
-    if (
-        rotated != head_dim
-        or values.integer("llama.attention.value_length", head_dim) != head_dim
-        or head_dim % 2
-    ):
+    if rotated != head_dim or values.integer("llama.attention.value_length", head_dim) != head_dim or head_dim % 2:
         raise UnsupportedModel(
             f"{header.path}: {rotated} of {head_dim} elements of a head are rotated", [("needed", "all")]
         )
     if heads % kv_heads:
-        raise LayoutMismatch(
-            f"{header.path}: {heads} heads are not a multiple of {kv_heads} key and value heads"
-        )
+        raise LayoutMismatch(f"{header.path}: {heads} heads are not a multiple of {kv_heads} key and value heads")
     rows, vocab = _vocabulary(header)
     return ModelConfig(
         family="llama",
@@ -243,9 +226,7 @@ def _vocabulary(header: GgufHeader) -> tuple[int, int]:
     tokens = header.fields.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) and tokens else embedding.shape[0]
     if count > embedding.shape[0]:
-        raise LayoutMismatch(
-            f"{header.path}: {count} tokens, but token_embd.weight has {embedding.shape[0]} rows"
-        )
+        raise LayoutMismatch(f"{header.path}: {count} tokens, but token_embd.weight has {embedding.shape[0]} rows")
     return embedding.shape[0], count
 
 
@@ -273,9 +254,7 @@ def _rope(header: GgufHeader, values: _Values, head_dim: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     scalings: dict[object, Literal["linear", "yarn"]] = {"linear": "linear", "yarn": "yarn"}
     if kind not in scalings:
-        raise UnsupportedModel(
-            f"{header.path}: rotary scaling {shown(kind)}", [("supported", "none, linear, yarn")]
-        )
+        raise UnsupportedModel(f"{header.path}: rotary scaling {shown(kind)}", [("supported", "none, linear, yarn")])
     original = values.integer(
         "llama.rope.scaling.original_context_length", values.integer("llama.context_length", 2048)
     )

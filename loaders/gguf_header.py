@@ -114,9 +114,7 @@ class _Parser:
             raise self.corrupt("is not a GGUF file")
         version = self.number("I")
         if version not in (2, 3):
-            raise UnsupportedModel(
-                f"{self.path} is GGUF version {version}", [("supported", "2 and 3, little-endian")]
-            )
+            raise UnsupportedModel(f"{self.path} is GGUF version {version}", [("supported", "2 and 3, little-endian")])
         num_tensors, num_fields = self.number("Q"), self.number("Q")
         if num_tensors > MAX_TENSORS or num_fields > MAX_FIELDS:
             raise self.corrupt(f"claims {num_tensors} tensors and {num_fields} metadata fields")
@@ -181,14 +179,10 @@ class _Parser:
         shape = tuple(reversed([self.number("Q") for _ in range(axes)]))
         kind, offset = self.number("I"), self.number("Q")
         if kind not in BLOCKS:
-            raise UnsupportedModel(
-                f"{self.path}: {shown(name)} has the element type number {kind}, which is not read"
-            )
+            raise UnsupportedModel(f"{self.path}: {shown(name)} has the element type number {kind}, which is not read")
         return name, shape, kind, offset
 
-    def placed(
-        self, entries: list[tuple[str, Shape, int, int]], base: int, alignment: int
-    ) -> dict[str, GgufTensor]:
+    def placed(self, entries: list[tuple[str, Shape, int, int]], base: int, alignment: int) -> dict[str, GgufTensor]:
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             _, elements, block = BLOCKS[kind]

@@ -72,12 +72,7 @@ class _Fields:
         value = self.values.get(name)
         if value is None:
             return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.wrong(name, "a number above 0")
         return float(value)
 
@@ -88,9 +83,7 @@ class _Fields:
         return default if value is None else value
 
     def wrong(self, name: str, needed: str) -> CheckpointCorrupt:
-        return CheckpointCorrupt(
-            f"{self.file}: {name} is {shown(self.values.get(name))}", [("needed", needed)]
-        )
+        return CheckpointCorrupt(f"{self.file}: {name} is {shown(self.values.get(name))}", [("needed", needed)])
 
     def unsupported(self, name: str, needed: str) -> UnsupportedModel:
         return UnsupportedModel(
@@ -148,9 +141,7 @@ def _family(fields: _Fields) -> str:
     architecture = names[0] if isinstance(names, list) and names else None
     if family is None and isinstance(architecture, str):
         family = _ARCHITECTURES.get(architecture)
-    if family not in FAMILIES or (
-        architecture is not None and _ARCHITECTURES.get(str(architecture)) != family
-    ):
+    if family not in FAMILIES or (architecture is not None and _ARCHITECTURES.get(str(architecture)) != family):
         raise UnsupportedModel(
             f"{fields.file}: the model is of the kind {shown(family or architecture)}"
             + (f" ({shown(architecture)})" if family and architecture else ""),
@@ -191,9 +182,7 @@ def _head_dim(fields: _Fields, defaults: _Defaults, hidden: int, heads: int) -> 
         raise LayoutMismatch(f"{fields.file}: hidden_size {hidden} is not a multiple of {heads} heads")
     size = said or hidden // heads
     if size % 2:
-        raise LayoutMismatch(
-            f"{fields.file}: heads have {size} elements, an odd number, which cannot be rotated"
-        )
+        raise LayoutMismatch(f"{fields.file}: heads have {size} elements, an odd number, which cannot be rotated")
     return size
 
 
@@ -231,9 +220,7 @@ def _window(fields: _Fields, family: str, defaults: _Defaults) -> int | None:
     if isinstance(types, list):
         sliding = {kind == "sliding_attention" for kind in types}
         if len(types) != layers or any(t not in ("full_attention", "sliding_attention") for t in types):
-            raise fields.unsupported(
-                "layer_types", "one kind for each layer, full_attention or sliding_attention"
-            )
+            raise fields.unsupported("layer_types", "one kind for each layer, full_attention or sliding_attention")
     else:
         first = fields.values.get("max_window_layers")
         first = 28 if first is None else first
@@ -270,9 +257,7 @@ def _rope(fields: _Fields, defaults: _Defaults) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor", 1.0))
     if kind == "dynamic":
-        return RopeConfig(
-            theta=theta, scaling="dynamic", factor=rope.number("factor", 1.0), original_context=original
-        )
+        return RopeConfig(theta=theta, scaling="dynamic", factor=rope.number("factor", 1.0), original_context=original)
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
@@ -298,9 +283,7 @@ def _yarn(rope: _Fields, theta: float, context: int, original: int) -> RopeConfi
     if rope.values.get("attention_factor") is not None:
         attention = rope.number("attention_factor", 1.0)
     elif rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
-        attention = _mscale(factor, rope.number("mscale", 1.0)) / _mscale(
-            factor, rope.number("mscale_all_dim", 1.0)
-        )
+        attention = _mscale(factor, rope.number("mscale", 1.0)) / _mscale(factor, rope.number("mscale_all_dim", 1.0))
     return RopeConfig(
         theta=theta,
         scaling="yarn",

@@ -142,9 +142,7 @@ def _indexed(folder: Path, root: Path) -> list[Header]:
                 ("found", f"{present} safetensors file(s)"),
                 (
                     "likely",
-                    "a stale index"
-                    if present and len(missing) == len(files)
-                    else "an incomplete copy or download",
+                    "a stale index" if present and len(missing) == len(files) else "an incomplete copy or download",
                 ),
             ],
         )
@@ -163,9 +161,7 @@ def _indexed(folder: Path, root: Path) -> list[Header]:
 def _texts(named: Mapping[str, object], path: Path) -> list[str]:
     for tensor, name in named.items():
         if not isinstance(name, str):
-            raise CheckpointCorrupt(
-                f"{path} says that {shown(tensor)} is in {shown(name)}, which is not a file name"
-            )
+            raise CheckpointCorrupt(f"{path} says that {shown(tensor)} is in {shown(name)}, which is not a file name")
     return [str(name) for name in named.values()]
 
 
@@ -209,9 +205,7 @@ def _settle_head(
         return config, tensors
     if EMBEDDING in tensors and _same(tensors[EMBEDDING], tensors[HEAD], views):
         return config, {name: t for name, t in tensors.items() if name != HEAD}
-    warnings.append(
-        f"{HEAD} differs from the embedding although tie_word_embeddings is true; the file's head is used"
-    )
+    warnings.append(f"{HEAD} differs from the embedding although tie_word_embeddings is true; the file's head is used")
     return replace(config, tied=False), tensors
 
 
@@ -225,19 +219,11 @@ def _same(a: StoredTensor, b: StoredTensor, views: FileViews) -> bool:
     )
 
 
-def _settle_vocabulary(
-    config: ModelConfig, tensors: Mapping[str, StoredTensor], warnings: list[str]
-) -> ModelConfig:
+def _settle_vocabulary(config: ModelConfig, tensors: Mapping[str, StoredTensor], warnings: list[str]) -> ModelConfig:
     """More rows than ``vocab_size`` are padding; end tokens beyond the rows cannot be."""
-    rows = (
-        tensors[EMBEDDING].shape[0]
-        if EMBEDDING in tensors and tensors[EMBEDDING].shape
-        else config.vocab_rows
-    )
+    rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else config.vocab_rows
     if rows > config.vocab_size:
-        warnings.append(
-            f"{EMBEDDING} has {rows} rows for a vocabulary of {config.vocab_size}; the rest is padding"
-        )
+        warnings.append(f"{EMBEDDING} has {rows} rows for a vocabulary of {config.vocab_size}; the rest is padding")
         config = replace(config, vocab_rows=rows)
     wrong = [token for token in config.eos_token_ids if token >= config.vocab_rows]
     if wrong:

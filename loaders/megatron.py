@@ -67,9 +67,7 @@ class Opened:
 class MegatronSource:
     """The weights of a torch_dist checkpoint, one shard for each layer (and expert) of each stored chunk."""
 
-    def __init__(
-        self, pieces: Sequence[Piece], tensors: Mapping[str, IndexedTensor], views: FileViews
-    ) -> None:
+    def __init__(self, pieces: Sequence[Piece], tensors: Mapping[str, IndexedTensor], views: FileViews) -> None:
         self._pieces = [piece for piece in pieces if piece.shard.spans]
         self._shards = tuple(piece.shard for piece in self._pieces)
         self._tensors = tensors
@@ -111,9 +109,7 @@ class MegatronSource:
         return found
 
 
-def open_megatron(
-    path: Path, *, iteration: int | None, overrides: SavedOverrides, given: ModelConfig | None
-) -> Opened:
+def open_megatron(path: Path, *, iteration: int | None, overrides: SavedOverrides, given: ModelConfig | None) -> Opened:
     """Open a root or an ``iter_*`` folder.
 
     :param given: what ``overrides.config`` describes.
@@ -167,9 +163,7 @@ def _asked(overrides: SavedOverrides) -> SavedSizes:
 def _read_common(chosen: Chosen, index: Index, views: FileViews) -> CommonState:
     keys = [key for key in index.blobs if key.startswith(_COMMON_KEY)]
     if len(keys) > 1:
-        raise CheckpointCorrupt(
-            f"{chosen.folder} has {len(keys)} common states: {', '.join(sorted(keys)[:3])}"
-        )
+        raise CheckpointCorrupt(f"{chosen.folder} has {len(keys)} common states: {', '.join(sorted(keys)[:3])}")
     if keys:
         place = index.blobs[keys[0]]
         return _unpack_common(views.view(place.path, place.offset, place.length), f"{place.path}: {keys[0]}")
@@ -220,9 +214,7 @@ def _ignored(key: str) -> str | None:
 
 
 def _unwrapped(weights: dict[str, IndexedTensor]) -> dict[str, IndexedTensor]:
-    while weights and (
-        wrapper := next((w for w in _WRAPPERS if all(k.startswith(w) for k in weights)), None)
-    ):
+    while weights and (wrapper := next((w for w in _WRAPPERS if all(k.startswith(w) for k in weights)), None)):
         weights = {key.removeprefix(wrapper): tensor for key, tensor in weights.items()}
     return weights
 
@@ -266,20 +258,14 @@ def _facts(
     notes = [f"{count} tensors of {rule} are not read" for rule, count in ignored.items()]
     if extra:
         notes.append(f"{extra} _extra_state items are not read")
-    tokenizer = (
-        [common.args.raw(name) for name in ("tokenizer_model", "tokenizer_name_or_path")]
-        if common.args
-        else []
-    )
+    tokenizer = [common.args.raw(name) for name in ("tokenizer_model", "tokenizer_name_or_path")] if common.args else []
     return Facts(
         format="megatron",
         format_text=f"Megatron torch_dist ({_common_kind(common)})",
         layout=saved.kind,
         saved=grid,
         fc1_permuted=saved.fc1_permuted,
-        padding=tuple(
-            TensorPadding(key=p.key, stored_rows=p.stored_rows, real_rows=p.real_rows) for p in padding
-        ),
+        padding=tuple(TensorPadding(key=p.key, stored_rows=p.stored_rows, real_rows=p.real_rows) for p in padding),
         iteration=chosen.iteration if chosen.iteration is not None else common.iteration,
         iterations=chosen.iterations,
         weight_bytes=sum(by_dtype.values()),

@@ -51,12 +51,7 @@ class SavedArgs:
         value = self._values.get(name)
         if value is None:
             return None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or abs(value) > 1e30
-            or value != value
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30 or value != value:
             raise self._wrong(name, "a number")
         return value
 
@@ -185,9 +180,7 @@ def _check_layer_list(args: SavedArgs, name: str, wanted: int, needed: str) -> N
     if name == "moe_layer_freq" and not args.raw("num_experts"):
         return
     plain = value is None or (type(value) is int and value == wanted)
-    if not plain and not (
-        isinstance(value, list | tuple) and all(type(v) is int and v == wanted for v in value)
-    ):
+    if not plain and not (isinstance(value, list | tuple) and all(type(v) is int and v == wanted for v in value)):
         raise unsupported(args, name, needed)
 
 

@@ -97,9 +97,7 @@ def _single(path: Path, iteration: int | None) -> Chosen:
         )
     _check_complete(path)
     _check_backend(path)
-    return Chosen(
-        folder=path, root=path.resolve(), iteration=number, iterations=() if number is None else (number,)
-    )
+    return Chosen(folder=path, root=path.resolve(), iteration=number, iterations=() if number is None else (number,))
 
 
 def _chosen(
@@ -135,9 +133,7 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _warnings(
-    path: Path, folders: dict[int, Path], complete: dict[int, Path], newest: int
-) -> tuple[str, ...]:
+def _warnings(path: Path, folders: dict[int, Path], complete: dict[int, Path], newest: int) -> tuple[str, ...]:
     warnings = [
         f"{folders[number].name} is newer but incomplete (no {METADATA}); {complete[newest].name} is used"
         for number in sorted(folders)
@@ -145,9 +141,7 @@ def _warnings(
     ]
     tracked = tracked_iteration(path)
     if tracked is not None and tracked != newest and tracked in complete:
-        warnings.append(
-            f"{TRACKER} says {tracked}, but {complete[newest].name} is complete and newer, and is used"
-        )
+        warnings.append(f"{TRACKER} says {tracked}, but {complete[newest].name} is complete and newer, and is used")
     if tracked is not None and tracked not in folders:
         warnings.append(f"{TRACKER} says {tracked}, which is not there; {complete[newest].name} is used")
     return tuple(warnings)
@@ -183,9 +177,7 @@ def _nothing_complete(
             f"{path} has no complete iteration: no {METADATA} in {names}",
             [("likely", "the run ended while it was saving")],
         )
-    return CheckpointNotFound(
-        f"{path} names an iteration in {TRACKER} but holds none", [("found", "no iter_* folder")]
-    )
+    return CheckpointNotFound(f"{path} names an iteration in {TRACKER} but holds none", [("found", "no iter_* folder")])
 
 
 def _numbers(complete: dict[int, Path]) -> str:

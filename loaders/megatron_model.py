@@ -90,18 +90,14 @@ def describe(
     return Described(config, tuple(_warnings(args, config, names)), stated)
 
 
-def settle_vocabulary(
-    described: Described, tensors: Mapping[str, IndexedTensor], saved: SavedLayout
-) -> Described:
+def settle_vocabulary(described: Described, tensors: Mapping[str, IndexedTensor], saved: SavedLayout) -> Described:
     """Fix the number of vocabulary rows: the tensors decide, saved arguments explain padding.
 
     :raises LayoutMismatch: when embedding and head differ, or rows of real tokens are missing.
     """
     config, where = described.config, saved.dense
     if WORD_EMBEDDINGS not in tensors:
-        raise LayoutMismatch(
-            f"{WORD_EMBEDDINGS} is missing", [("needed", "a decoder's weights, embedding included")]
-        )
+        raise LayoutMismatch(f"{WORD_EMBEDDINGS} is missing", [("needed", "a decoder's weights, embedding included")])
     stored = _rows(tensors[WORD_EMBEDDINGS])
     if not config.tied and _rows(tensors[OUTPUT_LAYER]) != stored:
         raise LayoutMismatch(
@@ -202,9 +198,7 @@ def _family(*, moe: bool, qkv_bias: bool, qk_norm: bool, window: int | None) -> 
 
 #: Fields in which the user's description may differ from the checkpoint's: they do not change the
 #: computation.
-_LOOSE = frozenset(
-    {"family", "vocab_size", "vocab_rows", "max_context", "dtype", "eos_token_ids", "bos_token_id"}
-)
+_LOOSE = frozenset({"family", "vocab_size", "vocab_rows", "max_context", "dtype", "eos_token_ids", "bos_token_id"})
 
 
 def _check_agree(config: ModelConfig, given: ModelConfig, origin: str) -> None:
@@ -252,9 +246,7 @@ def _dtype(tensors: Mapping[str, IndexedTensor], names: Mapping[str, StoredName]
                 [("supported", ", ".join(DTYPE_BYTES))],
             )
         sizes[tensor.dtype] += prod(tensor.shape)
-    return (
-        cast(Literal["float32", "bfloat16", "float16"], sizes.most_common(1)[0][0]) if sizes else "bfloat16"
-    )
+    return cast(Literal["float32", "bfloat16", "float16"], sizes.most_common(1)[0][0]) if sizes else "bfloat16"
 
 
 def _declared_rows(args: SavedArgs | None, config: ModelConfig, tensors: Mapping[str, IndexedTensor]) -> int:

@@ -46,8 +46,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (_MCORE + "enums", "ModelType Fp8Recipe Fp4Recipe"),
     (
         _MCORE + "transformer.enums",
-        "AttnBackend AttnMaskType AttnType LayerType CudaGraphModule CudaGraphScope InferenceCudaGraphScope "
-        "ModelType",
+        "AttnBackend AttnMaskType AttnType LayerType CudaGraphModule CudaGraphScope InferenceCudaGraphScope ModelType",
     ),
     (_MCORE + "optimizer.optimizer_config", "OptimizerConfig"),
     (_MCORE + "optimizer", "OptimizerConfig"),

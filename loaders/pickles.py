@@ -32,9 +32,7 @@ def read_pickle(data: bytes, file: str, *, persistent: bool = False) -> object:
     :raises CheckpointCorrupt: when it is damaged, or larger or deeper than any real one.
     """
     if len(data) > MAX_PICKLE_BYTES:
-        raise CheckpointCorrupt(
-            f"{file} holds a pickle of {len(data)} bytes", [("limit", f"{MAX_PICKLE_BYTES} bytes")]
-        )
+        raise CheckpointCorrupt(f"{file} holds a pickle of {len(data)} bytes", [("limit", f"{MAX_PICKLE_BYTES} bytes")])
     return _Machine(data, file, persistent).run()
 
 
@@ -239,9 +237,7 @@ class _Machine:
     def frame(self) -> None:
         length = self.number(_U8)
         if length > len(self.data) - self.position:
-            raise self.corrupt(
-                f"claims a frame of {length} bytes where {len(self.data) - self.position} are left"
-            )
+            raise self.corrupt(f"claims a frame of {length} bytes where {len(self.data) - self.position} are left")
 
     def stack_name(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()

@@ -78,14 +78,10 @@ def read_header(path: Path, root: Path) -> Header:
             )
         raw = file.read(length)
     if raw[:1] != b"{":
-        raise CheckpointCorrupt(
-            f"{path} is not a safetensors file, or is damaged: its header is not a JSON object"
-        )
+        raise CheckpointCorrupt(f"{path} is not a safetensors file, or is damaged: its header is not a JSON object")
     entries = parse_json(raw, f"{path}: the header")
     base = _LENGTH_BYTES + length
-    tensors = {
-        name: _tensor(path, name, entry, base) for name, entry in entries.items() if name != "__metadata__"
-    }
+    tensors = {name: _tensor(path, name, entry, base) for name, entry in entries.items() if name != "__metadata__"}
     _check_filled(path, tensors, base, size)
     return Header(path, size, tensors)
 

@@ -37,9 +37,7 @@ class TokenBytes:
         self._byte_level = "ByteLevel" in kinds
         self._lone_bytes = "ByteFallback" in kinds
         self._replaced = [pair for part in decoders if (pair := _replacement(part)) is not None]
-        self._word_prefix = next(
-            (str(p.get("prefix", "##")) for p in decoders if p.get("type") == "WordPiece"), None
-        )
+        self._word_prefix = next((str(p.get("prefix", "##")) for p in decoders if p.get("type") == "WordPiece"), None)
 
     def of(self, token_id: int, token: str) -> bytes:
         """The bytes of a token with this id and this spelling."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
 
+from gtp_serve.config import ModelConfig
 from gtp_serve.errors import CheckpointCorrupt, RequestRejected, UsageError
 from gtp_serve.loaders.chat_template import ChatTemplate
 from gtp_serve.loaders.token_bytes import TokenBytes
@@ -68,9 +70,7 @@ def _mark_special(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
 def _folder_template(files: TokenizerFiles) -> ChatTemplate | None:
     if files.chat_template is None:
         return None
-    return ChatTemplate(
-        files.chat_template, special_tokens=files.special_tokens, origin=files.chat_template_origin
-    )
+    return ChatTemplate(files.chat_template, special_tokens=files.special_tokens, origin=files.chat_template_origin)
 
 
 class Tokenizer:
@@ -100,6 +100,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the highest id that exists, added tokens included."""
         return self._size
+
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json`` that means the same, special tokens marked."""
+        return self._backend.to_str()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -181,6 +185,18 @@ class Tokenizer:
     def _end_tokens(self, files: TokenizerFiles) -> tuple[int, ...]:
         own = self._id_of(files.special_tokens.get("eos_token"))
         return tuple(sorted({*files.eos_token_ids} if own is None else {*files.eos_token_ids, own}))
+
+
+def model_with_tokenizer(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model with the end tokens of its configuration and of its tokenizer, a begin token if either has one,
+    and only the ids that the tokenizer knows: a row of the head beyond them is padding, whatever its logit.
+    """
+    if tokenizer is None:
+        return model
+    model = replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size))
+    ends = {token for token in (*model.eos_token_ids, *tokenizer.eos_token_ids) if token < model.vocab_size}
+    begin = model.bos_token_id if model.bos_token_id is not None else tokenizer.bos_token_id
+    return replace(model, eos_token_ids=tuple(sorted(ends)), bos_token_id=begin)
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> Any:

@@ -75,9 +75,7 @@ def tokenizer_at(path: Path) -> TokenizerFiles:
     """
     if path.is_file():
         if path.suffix != ".json":
-            raise NoTokenizer(
-                f"{path} is not a tokenizer.json", [("needed", "a tokenizer.json file, or its folder")]
-            )
+            raise NoTokenizer(f"{path} is not a tokenizer.json", [("needed", "a tokenizer.json file, or its folder")])
         return _read(path)
     found = find_tokenizer(path)
     if found is None:
@@ -160,11 +158,7 @@ def _token_text(value: object) -> str | None:
 def _other_tokens(special: Mapping[str, Any]) -> tuple[str, ...]:
     extra = special.get("additional_special_tokens") or special.get("extra_special_tokens") or []
     values = extra.values() if isinstance(extra, dict) else extra
-    return (
-        tuple(text for value in values if (text := _token_text(value)))
-        if isinstance(extra, list | dict)
-        else ()
-    )
+    return tuple(text for value in values if (text := _token_text(value))) if isinstance(extra, list | dict) else ()
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -211,9 +205,7 @@ def _default_template(value: object) -> str | None:
     named = {
         entry["name"]: entry["template"]
         for entry in value
-        if isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("template"), str)
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
     }
     only = next(iter(named.values())) if len(named) == 1 else None
     return named.get("default", only)

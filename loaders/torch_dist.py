@@ -227,9 +227,7 @@ class _Reader:
 
 def _attributes(value: object, names: tuple[str, ...], where: str) -> dict[object, object]:
     if not isinstance(value, Record) or value.name not in names or not isinstance(value.state, dict):
-        raise CheckpointCorrupt(
-            f"{where} has {_described(value)} where a {names[0].rpartition('.')[2]} was expected"
-        )
+        raise CheckpointCorrupt(f"{where} has {_described(value)} where a {names[0].rpartition('.')[2]} was expected")
     return value.state
 
 

@@ -64,15 +64,9 @@ class Archive:
     def check_byte_order(self) -> None:
         """Refuse tensors of the other byte order.  (torch before 2.1 does not say, and wrote little-endian
         files.)"""
-        order = (
-            bytes(self.member("byteorder")).decode("ascii", "replace")
-            if "byteorder" in self.members
-            else "little"
-        )
+        order = bytes(self.member("byteorder")).decode("ascii", "replace") if "byteorder" in self.members else "little"
         if order != sys.byteorder:
-            raise self._corrupt(
-                f"holds {order[:16]!r}-endian numbers, this machine is {sys.byteorder}-endian"
-            )
+            raise self._corrupt(f"holds {order[:16]!r}-endian numbers, this machine is {sys.byteorder}-endian")
 
     def value(self) -> object:
         """What ``data.pkl`` describes; tensors in it are inert records."""
@@ -127,9 +121,7 @@ class Archive:
             extra = self._data[name_end : name_end + extra_length]
             unpacked, packed, header = self._wide(extra, unpacked, packed, header)
             if method or flags & 1 or packed != unpacked:
-                raise self._corrupt(
-                    "has a member that is compressed or encrypted, which torch does not write"
-                )
+                raise self._corrupt("has a member that is compressed or encrypted, which torch does not write")
             prefix, _, name = raw.decode("utf-8", "replace").partition("/")
             if not name or (folder and prefix != folder):
                 raise self._corrupt("has more than one folder")
@@ -145,9 +137,7 @@ class Archive:
         while missing and at + 4 <= len(extra):
             tag, length = struct.unpack_from("<2H", extra, at)
             if tag == 1 and length >= 8 * len(missing) and at + 4 + length <= len(extra):
-                for i, value in zip(
-                    missing, struct.unpack_from(f"<{len(missing)}Q", extra, at + 4), strict=True
-                ):
+                for i, value in zip(missing, struct.unpack_from(f"<{len(missing)}Q", extra, at + 4), strict=True):
                     result[i] = value
                 missing = []
             at += 4 + length
@@ -198,11 +188,7 @@ def _described(value: object, label: str) -> tuple[str, str, int, int, tuple[int
     """(storage key, dtype, elements in the storage, offset, shape, strides) of a pickled tensor."""
     if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter" and value.args:
         value = value.args[0]
-    if (
-        not isinstance(value, Record)
-        or value.name != "torch._utils._rebuild_tensor_v2"
-        or len(value.args) < 4
-    ):
+    if not isinstance(value, Record) or value.name != "torch._utils._rebuild_tensor_v2" or len(value.args) < 4:
         raise CheckpointCorrupt(f"{label} does not hold a tensor")
     storage, offset, shape, strides = value.args[:4]
     reference = storage.reference if isinstance(storage, Persistent) else None

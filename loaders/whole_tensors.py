@@ -34,9 +34,7 @@ def check_complete(found: Mapping[str, Found], expected: Mapping[str, Shape], wh
             f"{where} lacks {len(missing)} weight(s): {_list(missing)}",
             [("needed", "every weight of the model")],
         )
-    unknown = [
-        f"{shown(one.stored_name)} in {one.path.name}" for name, one in found.items() if name not in expected
-    ]
+    unknown = [f"{shown(one.stored_name)} in {one.path.name}" for name, one in found.items() if name not in expected]
     if unknown:
         raise LayoutMismatch(
             f"{where} holds {len(unknown)} tensor(s) that the model does not have: {_list(unknown)}",

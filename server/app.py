@@ -59,9 +59,7 @@ class _Status:
         if status["status"] == "ready":
             return JsonResponse(status)
         phase = f": {status['phase']}" if "phase" in status else ""
-        error = plain_error(
-            503, _not_ready(status["status"]), f"the server is {_words(status['status'])}{phase}"
-        )
+        error = plain_error(503, _not_ready(status["status"]), f"the server is {_words(status['status'])}{phase}")
         return JsonResponse({**status, **error}, status_code=503, headers={"retry-after": "1"})
 
     async def health(self, request: Request) -> Response:
@@ -112,6 +110,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     headers = dict(error.headers or {})
+    if "Allow" in headers:  # a set's order, which changes from process to process
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=headers)
     code = _CODES.get(error.status_code, "http-error")
@@ -120,9 +120,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     )
     if error.status_code == 405 and "Allow" in headers:
         message += f"; allowed: {headers['Allow']}"
-    return JsonResponse(
-        plain_error(error.status_code, code, message), status_code=error.status_code, headers=headers
-    )
+    return JsonResponse(plain_error(error.status_code, code, message), status_code=error.status_code, headers=headers)
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

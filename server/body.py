@@ -62,9 +62,7 @@ def check_media_type(content_type: str) -> None:
     media = content_type.partition(";")[0].strip().lower()
     if media in ("", "application/json") or (media.startswith("application/") and media.endswith("+json")):
         return
-    raise WrongMediaType(
-        f"content type '{media[:100]}' is not JSON", [("send", "content-type: application/json")]
-    )
+    raise WrongMediaType(f"content type '{media[:100]}' is not JSON", [("send", "content-type: application/json")])
 
 
 async def _read_body(request: Request) -> bytes:
@@ -142,9 +140,7 @@ def _refuse_double_keys(raw: bytes, value: dict[str, Any]) -> None:
         )
         double = next((n for n, count in names.items() if count > kept[n.decode("utf-8", "replace")]), b"")
         shown = double.decode("utf-8", "replace")[:64]
-        raise RequestRejected(
-            f"the key '{shown}' comes twice in one object", code="duplicate-key", param=shown or None
-        )
+        raise RequestRejected(f"the key '{shown}' comes twice in one object", code="duplicate-key", param=shown or None)
 
 
 def _keys(value: Any) -> Iterator[str]:

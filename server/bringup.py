@@ -11,29 +11,31 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
 from gtp_serve import __version__
-from gtp_serve.config import ModelConfig
+from gtp_serve.budget import Budget, plan_memory
+from gtp_serve.config import EngineConfig, ModelConfig
 from gtp_serve.engine.client import EngineClient
 from gtp_serve.engine.messages import Phase
 from gtp_serve.errors import NoTokenizer, UsageError
+from gtp_serve.hardware import Hardware, count_threads, find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import open_checkpoint
 from gtp_serve.loaders.checkpoint import Checkpoint
-from gtp_serve.loaders.facts import Facts, SavedOverrides
-from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
+from gtp_serve.loaders.facts import Facts
+from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer, model_with_tokenizer
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles, read_template, tokenizer_at
-from gtp_serve.server.budget import Budget, plan_memory
-from gtp_serve.server.hardware import Hardware, find_hardware
-from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv
+from gtp_serve.server.grammar_check import GrammarChecker, checker_argv
+from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv, saved_overrides
 from gtp_serve.server.metrics import Metrics
-from gtp_serve.server.options import GIB, ServeOptions, format_gib
+from gtp_serve.server.options import ServeOptions
 from gtp_serve.server.startup import ReadyNote, Reporter
 from gtp_serve.server.state import ServerState, Serving
+from gtp_serve.sizes import GIB, format_gib
 
 _FIRST_TEXT = "2+2="
 _START_ENGINE = "start engine"
@@ -58,6 +60,8 @@ class Bringup:
         reporter: Reporter,
         state: ServerState,
         metrics: Metrics,
+        *,
+        port: Phase,
         url: str,
         started: float,
     ) -> None:
@@ -66,10 +70,12 @@ class Bringup:
         self._reporter = reporter
         self._state = state
         self._metrics = metrics
+        self._port = port
         self._url = url
         self._started = started
-        self._tokenizer: Tokenizer | None = None
         self._engine_started = started
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_json: str | None = None
 
     async def run(self) -> EngineClient:
         """Until the server is ready.
@@ -79,15 +85,18 @@ class Bringup:
         options = self._options
         hardware = await asyncio.to_thread(find_hardware)
         self._reporter.title(_title(hardware))
+        self._reporter.phase(self._port)
         with self._phase("read checkpoint index") as say:
             found = await asyncio.to_thread(_look, options)
             say(f"{found.facts.num_tensors} tensors, all shapes match")
         self._reporter.fact("checkpoint", _checkpoint_lines(found))
         with self._phase("read tokenizer") as say:
-            self._tokenizer = await asyncio.to_thread(_load_tokenizer, options, found)
+            files = _tokenizer_files(options, found)
+            self._tokenizer = await asyncio.to_thread(_load_tokenizer, options, files)
+            self._tokenizer_json = None if files is None else absolute(files.tokenizer_json)
             say("none (--no-tokenizer)" if self._tokenizer is None else "tokenizer.json")
         self._reporter.fact("tokenizer", [_tokenizer_line(options, found, self._tokenizer)])
-        model = _with_end_tokens(found.model, self._tokenizer)
+        model = model_with_tokenizer(found.model, self._tokenizer)
         budget = plan_memory(model, logical_tensors(model), options, hardware)
         self._reporter.fact("memory", _memory_lines(budget))
         for warning in found.facts.warnings:
@@ -102,16 +111,13 @@ class Bringup:
             iteration=options.iteration,
             saved=options.saved,
             engine=budget.engine,
-            threads=hardware.cores,
-            first_prompt=first_prompt_ids(
-                encoded, budget.engine.model.vocab_size, budget.engine.model.bos_token_id
-            ),
+            threads=max(1, count_threads(hardware.cores) // options.tp),
+            tokenizer=self._tokenizer_json,
+            first_prompt=first_prompt_ids(encoded, budget.engine.model.vocab_size, budget.engine.model.bos_token_id),
         )
         self._engine_started = time.monotonic()
         self._on_phase(Phase(name=_START_ENGINE, state="running"))
-        client = await EngineClient.start(
-            launch_argv(launch, warnings=options.verbosity > 0), on_phase=self._on_phase
-        )
+        client = await EngineClient.start(launch_argv(launch, warnings=options.verbosity > 0), on_phase=self._on_phase)
         self.client = client
         await client.wait_ready()
         self._serve(client, found, budget)
@@ -125,7 +131,14 @@ class Bringup:
             facts["iteration"] = found.facts.iteration
         self._metrics.startup.labels("total").set(seconds)
         self._state.set_serving(
-            Serving(client=client, engine=budget.engine, tokenizer=self._tokenizer, name=name, facts=facts)
+            Serving(
+                client=client,
+                engine=budget.engine,
+                tokenizer=self._tokenizer,
+                name=name,
+                grammars=self._grammars(budget.engine.model),
+                facts=facts,
+            )
         )
         self._reporter.ready(
             ReadyNote(
@@ -137,11 +150,14 @@ class Bringup:
             )
         )
 
+    def _grammars(self, model: ModelConfig) -> GrammarChecker | None:
+        if self._tokenizer_json is None:
+            return None
+        return GrammarChecker(checker_argv(self._tokenizer_json, model.vocab_size, model.eos_token_ids))
+
     def _on_phase(self, phase: Phase) -> None:
-        if phase.name == "first token" and phase.state == "ok":
-            phase = Phase(
-                name=phase.name, state="ok", detail=self._show_token(phase.detail), seconds=phase.seconds
-            )
+        if phase.state == "ok":
+            phase = self._finished(phase)
         self._state.set_phase(phase)
         self._reporter.phase(phase)
         if phase.state == "ok":
@@ -172,9 +188,7 @@ class Bringup:
         except BaseException:
             self._on_phase(Phase(name=name, state="failed", seconds=time.monotonic() - started))
             raise
-        self._on_phase(
-            Phase(name=name, state="ok", detail=" ".join(said), seconds=time.monotonic() - started)
-        )
+        self._on_phase(Phase(name=name, state="ok", detail=" ".join(said), seconds=time.monotonic() - started))
 
 
 def _default_name(ckpt: Path) -> str:
@@ -188,10 +202,9 @@ def _quote(text: str) -> str:
 
 
 def _look(options: ServeOptions) -> Found:
-    saved = SavedOverrides(
-        tp=options.saved.tp, gtp=options.saved.gtp, etp=options.saved.etp, egtp=options.saved.egtp
+    checkpoint: Checkpoint = open_checkpoint(
+        options.ckpt, iteration=options.iteration, saved=saved_overrides(options.saved)
     )
-    checkpoint: Checkpoint = open_checkpoint(options.ckpt, iteration=options.iteration, saved=saved)
     try:
         return Found(
             model=checkpoint.config,
@@ -203,16 +216,20 @@ def _look(options: ServeOptions) -> Found:
         checkpoint.close()
 
 
-def _load_tokenizer(options: ServeOptions, found: Found) -> Tokenizer | None:
-    """The tokenizer that the options and the checkpoint lead to.
-
-    :raises NoTokenizer: when there is none and nobody said that none is wanted.
-    """
+def _load_tokenizer(options: ServeOptions, files: TokenizerFiles | None) -> Tokenizer | None:
     template = None
     if options.chat_template is not None:
         if not options.chat_template.is_file():
             raise UsageError(f"--chat-template {options.chat_template} is not a file")
         template = read_template(options.chat_template)
+    return None if files is None else load_tokenizer(files, chat_template=template)
+
+
+def _tokenizer_files(options: ServeOptions, found: Found) -> TokenizerFiles | None:
+    """The tokenizer that the options and the checkpoint lead to; None when none is wanted.
+
+    :raises NoTokenizer: when there is none and nobody said that none is wanted.
+    """
     if options.no_tokenizer:
         return None
     files = tokenizer_at(options.tokenizer) if options.tokenizer is not None else found.files
@@ -225,18 +242,7 @@ def _load_tokenizer(options: ServeOptions, found: Found) -> Tokenizer | None:
                 ("try", "--tokenizer /path/to/hf-folder, or --no-tokenizer (token ids only)"),
             ],
         )
-    return load_tokenizer(files, chat_template=template)
-
-
-def _with_end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The model with the end tokens of its configuration and of its tokenizer, and a begin token if either
-    has one.
-    """
-    if tokenizer is None:
-        return model
-    ends = {token for token in (*model.eos_token_ids, *tokenizer.eos_token_ids) if token < model.vocab_size}
-    begin = model.bos_token_id if model.bos_token_id is not None else tokenizer.bos_token_id
-    return replace(model, eos_token_ids=tuple(sorted(ends)), bos_token_id=begin)
+    return files
 
 
 def _title(hardware: Hardware) -> list[str]:
@@ -267,8 +273,7 @@ def _checkpoint_lines(found: Found) -> list[str]:
     return [
         f"{found.path}{several}",
         f"{facts.format_text}{saved}{step}",
-        f"{model.family}  {model.num_layers} layers  {size} params  {model.dtype}"
-        f"  vocab {model.vocab_size}{padding}",
+        f"{model.family}  {model.num_layers} layers  {size} params  {model.dtype}  vocab {model.vocab_size}{padding}",
     ]
 
 
@@ -287,9 +292,15 @@ def _memory_lines(budget: Budget) -> list[str]:
     sequences = budget.kv_tokens // engine.max_context
     return [
         f"weights {weights} + KV {kv} + work {work} = {budget.needed / GIB:.1f}"
-        f" of {format_gib(budget.memory.total)}  ({share:.0f}%), {engine.dtype} on {engine.device}",
+        f" of {format_gib(budget.memory.total)}  ({share:.0f}%), {engine.dtype} on {_where(engine)}",
         f"KV fits {budget.kv_tokens:,} tokens = {sequences} sequences of {engine.max_context:,}",
     ]
+
+
+def _where(engine: EngineConfig) -> str:
+    if engine.tp == 1:
+        return engine.device
+    return f"{engine.device}, {engine.tp} ranks" + (" together" if engine.device == "cpu" else ", each")
 
 
 def _example(url: str, *, with_text: bool) -> str:

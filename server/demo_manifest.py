@@ -19,10 +19,7 @@ _DIGEST_AGAIN_BYTES = 8 << 20
 def write_manifest(folder: Path, parts: Iterable[str]) -> None:
     """List every file under the given sub-folders."""
     paths = sorted(path for part in parts for path in (folder / part).rglob("*") if path.is_file())
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        for path in paths
-    }
+    files = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in paths}
     value = {"version": _VERSION, "wheel_sha256": WHEEL_SHA256, "files": files}
     partial = folder / f".{_NAME}.partial"
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

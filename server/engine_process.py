@@ -1,74 +1,136 @@
 """The engine process: puts checkpoint, decoder, KV cache and engine together, phase by phase, and runs them.
 
-The composition root of all that needs torch; ``engine.client`` starts it with ``--launch JSON --endpoint URL``.
+The composition root of all that needs torch; ``server.engine_start`` hands over to it.  With ``--tp N`` it is one
+of N ranks: rank 0, whose engine schedules, or one that follows.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder, first_token, with_graphs
 from gtp_serve.config import EngineConfig
+from gtp_serve.engine.collective import GroupCollective, join_group
 from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.messages import Phase
+from gtp_serve.engine.ranks import Follower, Forward, Leader, Meeting, run_follower
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.engine.worker import run_worker
-from gtp_serve.errors import EngineFault, EnvironmentFault
 from gtp_serve.kv.pool import KVPool
-from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import open_checkpoint
-from gtp_serve.loaders.facts import SavedOverrides
-from gtp_serve.models.decoder import Decoder, build_decoder
-from gtp_serve.refit.apply import apply_plan
-from gtp_serve.refit.plan import build_plan
-from gtp_serve.request import Request, SamplingParams, TokenEvent
-from gtp_serve.server.launch import Launch, read_launch
-from gtp_serve.server.options import format_gib
+from gtp_serve.loaders.tokenizer import load_tokenizer
+from gtp_serve.loaders.tokenizer_files import tokenizer_at
+from gtp_serve.models.decoder import Decoder
+from gtp_serve.server.launch import Launch, saved_overrides
+from gtp_serve.sizes import format_gib
 
 Report = Callable[[Phase], None]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROGRESS_SECONDS = 0.1
-_FIRST_TOKEN_STEPS = 64
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run until told to stop; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="gtp-serve-engine")
-    parser.add_argument("--launch", required=True)
-    parser.add_argument("--endpoint", required=True)
-    args = parser.parse_args(argv)
-    launch = read_launch(args.launch)
+def lead(launch: Launch, endpoint: str, leader: Leader | None) -> int:
+    """Be rank 0 until told to stop; returns the exit code.
+
+    :param endpoint: where the client listens.
+    :param leader: the other ranks, if there are any.
+    """
+    _set_up(launch)
+    return run_worker(endpoint, lambda report: build_engine(launch, report, leader))
+
+
+def follow(launch: Launch, rank: int, link: int, meeting: int) -> int:
+    """Be another rank until told to stop; returns the exit code.
+
+    :param link: descriptor of the socket to rank 0.
+    :param meeting: descriptor of the file where the ranks meet.
+    """
+    _set_up(launch)
+    return run_follower(link, meeting, rank, launch.engine.tp, lambda follower: build_follower(launch, follower))
+
+
+def _set_up(launch: Launch) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # other people's warnings are not our user's business
     torch.set_num_threads(launch.threads)
-    return run_worker(args.endpoint, lambda report: build_engine(launch, report))
 
 
-def build_engine(launch: Launch, report: Report) -> Engine:
+def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engine:
     """Everything from the open checkpoint to the first token.
 
-    :raises GtpServeError: whatever is wrong with checkpoint, memory or device.
+    :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
     """
     config = launch.engine
     with _Phase("start engine", report) as phase:
-        _check_device(config)
-        decoder = build_decoder(config.model, dtype=_DTYPES[config.dtype], device=config.device)
-        phase.done(f"torch {torch.__version__}, {_device_name(config.device)}, {launch.threads} threads")
-    _load_weights(launch, decoder, report)
+        check_device(config, rank=0)
+        decoder = empty_decoder(config, None if leader is None else leader.join(_connect(config)))
+        phase.done(_engine_words(launch, decoder))
+    grammars = _build_grammars(launch)
+    with _Phase("load weights", report) as phase:
+        read = _load_with_others(launch, decoder, leader, phase)
+        phase.done(f"{format_gib(read)} at {format_gib(int(read / max(phase.seconds, 1e-6)))}/s")
     with _Phase("allocate KV cache", report) as phase:
-        pool = _build_pool(config)
-        phase.done(format_gib(pool.num_bytes))
-    engine = Engine(config, ModelRunner(decoder, pool, config))
+        pool = build_pool(config, decoder)
+        others = 0 if leader is None else leader.wait_built()
+        phase.done(format_gib(pool.num_bytes + others))
+    engine = _build_engine(config, decoder, pool, leader, grammars)
     with _Phase("first token", report) as phase:
         phase.done(str(first_token(engine, launch.first_prompt)))
     return engine
+
+
+def build_follower(launch: Launch, rank: Follower) -> Forward:
+    """What runs a plan on a rank that does not sample, with its weights loaded.
+
+    :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
+    """
+    config = launch.engine
+    check_device(config, rank=rank.rank)
+    decoder = empty_decoder(config, rank.join(_connect(config)))
+    read = _load_weights(launch, decoder, rank.note_loading)
+    pool = build_pool(config, decoder)
+    runner = ModelRunner(decoder, pool, config)
+    rank.note_built(read, pool.num_bytes)
+    return runner.forward
+
+
+def _connect(config: EngineConfig) -> Callable[[Meeting], GroupCollective]:
+    return lambda meeting: join_group(meeting, config.device)
+
+
+def _build_engine(
+    config: EngineConfig,
+    decoder: Decoder,
+    pool: KVPool,
+    leader: Leader | None,
+    grammars: GrammarCompiler | None,
+) -> Engine:
+    if leader is None:
+        model, between_steps = with_graphs(config, decoder, pool)
+        return Engine(config, ModelRunner(model, pool, config, grammars=grammars), check=between_steps)
+    runner = ModelRunner(decoder, pool, config, together=leader.step, grammars=grammars)
+    return Engine(config, runner, check=leader.check)
+
+
+def _build_grammars(launch: Launch) -> GrammarCompiler | None:
+    """What compiles grammars; its tokenizer is read while the weights are."""
+    if launch.tokenizer is None:
+        return None
+    path, model = Path(launch.tokenizer), launch.engine.model
+    compiler = GrammarCompiler(
+        lambda: load_tokenizer(tokenizer_at(path)).to_json(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    compiler.warm()
+    return compiler
 
 
 class _Phase:
@@ -113,78 +175,37 @@ class _Phase:
             self._report(Phase(name=self.name, state="running", seconds=self.seconds, done=done, total=total))
 
 
-def _check_device(config: EngineConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFault(
-            "torch finds no usable GPU", [("torch", torch.__version__), ("try", "--device cpu")]
-        )
+def _engine_words(launch: Launch, decoder: Decoder) -> str:
+    config = launch.engine
+    ranks = f"{config.tp} ranks of " if config.tp > 1 else ""
+    device, ops = _device_name(config.device), decoder.placement.ops.name
+    return f"torch {torch.__version__}, {device}, {ranks}{launch.threads} threads, {ops}"
 
 
 def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
 
 
-def _load_weights(launch: Launch, decoder: Decoder, report: Report) -> None:
-    with _Phase("load weights", report) as phase:
-        checkpoint = open_checkpoint(
-            Path(launch.ckpt),
-            iteration=launch.iteration,
-            saved=SavedOverrides(
-                tp=launch.saved.tp, gtp=launch.saved.gtp, etp=launch.saved.etp, egtp=launch.saved.egtp
-            ),
-        )
-        try:
-            targets = decoder.targets()
-            plan = build_plan(
-                checkpoint.source.shards(),
-                [target.shard for target in targets],
-                logical_tensors(launch.engine.model),
-            )
-            total, done = checkpoint.facts.weight_bytes, 0
-
-            def advance(count: int) -> None:
-                nonlocal done
-                done += count
-                phase.progress(done, total)
-
-            read = apply_plan(plan, checkpoint.source, targets, threads=launch.threads, progress=advance)
-        finally:
-            checkpoint.close()
-        phase.done(f"{format_gib(read)} at {format_gib(int(read / max(phase.seconds, 1e-6)))}/s")
-
-
-def _build_pool(config: EngineConfig) -> KVPool:
-    model, cache = config.model, config.cache
-    return KVPool(
-        num_layers=model.num_layers,
-        num_blocks=cache.num_blocks,
-        block_size=cache.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=_DTYPES[config.dtype],
-        device=config.device,
+def _load_with_others(launch: Launch, decoder: Decoder, leader: Leader | None, phase: _Phase) -> int:
+    """Bytes that this rank read; what is shown meanwhile is the slowest rank's progress."""
+    if leader is None:
+        return _load_weights(launch, decoder, phase.progress)
+    read = _load_weights(
+        launch,
+        decoder,
+        lambda done, total: phase.progress(min(done, int(leader.slowest_share() * total)), total),
     )
+    leader.wait_loaded(lambda share: phase.progress(int(share * read), read))
+    return read
 
 
-def first_token(engine: Engine, prompt: Sequence[int]) -> int:
-    """One greedy token through the whole engine, as a client's request would go.
+def _load_weights(launch: Launch, decoder: Decoder, progress: Callable[[int, int], None]) -> int:
+    """Fill this rank's parameters from the checkpoint; bytes read.
 
-    :raises EngineFault: when none comes out.
+    :param progress: told the bytes done and in all.
     """
-    room = max(1, engine.config.max_context - 1)
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
-    engine.add(Request(rid="first-token", input_ids=tuple(prompt[:room]), sampling=sampling))
-    events: list[TokenEvent] = []
-    for _ in range(_FIRST_TOKEN_STEPS):
-        if not engine.has_work():
-            break
-        events += engine.step()
-    tokens = [token for event in events for token in event.token_ids]
-    if not tokens:
-        reasons = [event.finish.message for event in events if event.finish is not None]
-        raise EngineFault("the engine made no first token", [("engine", reasons[0])] if reasons else ())
-    return tokens[0]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    checkpoint = open_checkpoint(Path(launch.ckpt), iteration=launch.iteration, saved=saved_overrides(launch.saved))
+    try:
+        return fill_decoder(decoder, checkpoint, threads=launch.threads, progress=progress)
+    finally:
+        checkpoint.close()

@@ -31,6 +31,11 @@ ALIASES: Mapping[str, str] = {
     "--gpu-memory-utilization": "--mem-fraction",
     "--mem-fraction-static": "--mem-fraction",
     "--kv-cache-memory-bytes": "--kv-memory",
+    "--enforce-eager": "--no-graphs",
+    "--disable-cuda-graph": "--no-graphs",
+    "--disable-radix-cache": "--no-prefix-cache",
+    "--no-enable-prefix-caching": "--no-prefix-cache",
+    "--enable-deterministic-inference": "--deterministic",
     "--max-num-seqs": "--max-running",
     "--max-running-requests": "--max-running",
     "--inference-max-requests": "--max-running",
@@ -41,8 +46,7 @@ ALIASES: Mapping[str, str] = {
 
 SILENT = frozenset(
     {
-        "--enforce-eager",
-        "--disable-cuda-graph",
+        "--enable-prefix-caching",
         "--enable-metrics",
         "--use-checkpoint-args",
         "--disable-log-requests",
@@ -74,7 +78,7 @@ _FROM_CHECKPOINT = "leave it out: the model is described by the checkpoint"
 _PROXY = "not in this version: keep --host 127.0.0.1 and put a proxy in front"
 _NO_LORA = "not supported: merge the adapter into the weights"
 _NO_QUANT = "not supported: weights are served as float32, bfloat16 or float16 (--dtype)"
-_SAVED_ANY = "leave it out: a checkpoint saved at any parallel layout loads at --tp 1"
+_SAVED_ANY = "leave it out: a checkpoint saved at any parallel layout loads at any --tp"
 _AUTO = "leave it out: the server chooses"
 
 FOREIGN: Mapping[str, Foreign] = {
@@ -87,9 +91,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "--pipeline-model-parallel-size": Foreign("Megatron's", _SAVED_ANY),
     "--expert-model-parallel-size": Foreign("Megatron's", _SAVED_ANY),
     "--expert-tensor-parallel-size": Foreign("Megatron's", "--saved-etp N, if the checkpoint does not say"),
-    "--generalized-tensor-parallel-remat-size": Foreign(
-        "Megatron's", "--saved-gtp N, if the checkpoint does not say"
-    ),
+    "--gtp-weight-remat-size": Foreign("Megatron's", "--saved-gtp N, if the checkpoint does not say"),
     "--data-parallel-size": Foreign("vLLM's", "start one server for each replica"),
     "--dp-size": Foreign("SGLang's", "start one server for each replica"),
     "--max-num-batched-tokens": Foreign("vLLM's", _AUTO),
@@ -109,10 +111,6 @@ FOREIGN: Mapping[str, Foreign] = {
     "--ssl-keyfile": Foreign("vLLM's and SGLang's", _PROXY),
     "--ssl-certfile": Foreign("vLLM's and SGLang's", _PROXY),
     "--allowed-origins": Foreign("vLLM's", _PROXY),
-    "--enable-deterministic-inference": Foreign("SGLang's", "not in this version"),
-    "--disable-radix-cache": Foreign("SGLang's", "not in this version"),
-    "--enable-prefix-caching": Foreign("vLLM's", _AUTO),
-    "--no-enable-prefix-caching": Foreign("vLLM's", "not in this version"),
     "--otlp-traces-endpoint": Foreign("vLLM's and SGLang's", "not in this version"),
     "--config": Foreign("vLLM's and SGLang's", "not in this version: give the options on the command line"),
     "--seed": Foreign("vLLM's", 'in the request: "sampling_params": {"sampling_seed": 7}'),
@@ -160,9 +158,7 @@ def rewrite_aliases(argv: Sequence[str]) -> list[str]:
 def _log_level(level: str) -> tuple[str, ...]:
     flags = LOG_LEVELS.get(level.lower())
     if flags is None:
-        raise UsageError(
-            f"--log-level '{level}' is not a level", [("here it is", "-v for more, -q for warnings only")]
-        )
+        raise UsageError(f"--log-level '{level}' is not a level", [("here it is", "-v for more, -q for warnings only")])
     return flags
 
 

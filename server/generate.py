@@ -74,14 +74,10 @@ class Generate:
                     self._account(run, call)
         except ClientDisconnect:
             self._metrics.ended("client_gone")
-            self._log.info(
-                "request", extra={"fields": {"reason": "client_gone", "detail": "before its body was read"}}
-            )
+            self._log.info("request", extra={"fields": {"reason": "client_gone", "detail": "before its body was read"}})
         except RequestRejected as error:
             self._metrics.ended("refused")
-            self._log.info(
-                "request", extra={"fields": {"reason": "refused", "code": error.code, "param": error.param}}
-            )
+            self._log.info("request", extra={"fields": {"reason": "refused", "code": error.code, "param": error.param}})
             await error_response(error)(scope, receive, send)
 
     async def _answer(self, run: _Run, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,9 +87,7 @@ class Generate:
             else:
                 await self._whole(run, gone, scope, receive, send)
 
-    async def _whole(
-        self, run: _Run, gone: asyncio.Task[None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _whole(self, run: _Run, gone: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
         while not run.over:
             await run.wait(None)
             if gone.done():
@@ -104,9 +98,7 @@ class Generate:
         bodies = [run.body(index) for index in range(len(run.jobs))]
         await JsonResponse(bodies if run.call.as_list else bodies[0])(scope, receive, send)
 
-    async def _stream(
-        self, run: _Run, gone: asyncio.Task[None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _stream(self, run: _Run, gone: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
         # The status waits for the first news, so that a request the engine refuses still gets its 4xx.
         await run.wait(self._ping)
         if gone.done():
@@ -151,9 +143,7 @@ class Generate:
 class _Run:
     """The sequences of one call while they run: a task each, and one signal for whoever sends the answer."""
 
-    def __init__(
-        self, call: Call, jobs: list[Job], serving: Serving, metrics: Metrics, started: float
-    ) -> None:
+    def __init__(self, call: Call, jobs: list[Job], serving: Serving, metrics: Metrics, started: float) -> None:
         self.call = call
         self.jobs = jobs
         self.error: BaseException | None = None
@@ -212,9 +202,7 @@ class _Run:
             now = time.perf_counter()
             before = len(reply.ids)
             over = reply.add(event)
-            self._count(
-                reply.num_prompt, event, len(reply.ids) - before, first=before == 0, seconds=now - last
-            )
+            self._count(reply.num_prompt, event, len(reply.ids) - before, first=before == 0, seconds=now - last)
             last = now
             if self.call.stream:
                 self.dirty[index] = None
@@ -266,11 +254,7 @@ class _Run:
         """A reply's response object, whole or the news."""
         job = self.jobs[index]
         seconds = self.seconds(job)
-        return (
-            job.reply.news(seconds=seconds)
-            if self.call.stream == "delta"
-            else job.reply.whole(seconds=seconds)
-        )
+        return job.reply.news(seconds=seconds) if self.call.stream == "delta" else job.reply.whole(seconds=seconds)
 
     def seconds(self, job: Job) -> float:
         """From the call's arrival to the sequence's end, or until now."""

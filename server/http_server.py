@@ -43,15 +43,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > MAX_HEADER_BYTES:
-            raise ValueError(
-                "URL and headers are too large"
-            )  # the parser turns this into its own error: a 400
+            raise ValueError("URL and headers are too large")  # the parser turns this into its own error: a 400
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets the one error shape, and the connection is closed."""
-        body = orjson.dumps(
-            plain_error(400, "bad-http", "this is not a valid HTTP request, or its head is too large")
-        )
+        body = orjson.dumps(plain_error(400, "bad-http", "this is not a valid HTTP request, or its head is too large"))
         head = [
             b"HTTP/1.1 400 Bad Request",
             b"content-type: application/json",

@@ -13,15 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gtp_serve.budget import Budget, plan_memory
 from gtp_serve.config import ModelConfig
 from gtp_serve.errors import CheckpointError, DoesNotFit, EnvironmentFault, GtpServeError, UsageError
+from gtp_serve.hardware import Hardware, find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
+from gtp_serve.layout.ranks import possible_ranks
 from gtp_serve.loaders import Checkpoint, SavedOverrides, open_checkpoint
 from gtp_serve.loaders.facts import Facts, SavedGrid
-from gtp_serve.server.budget import Budget, plan_memory
 from gtp_serve.server.failures import one_line
-from gtp_serve.server.hardware import Hardware, find_hardware
-from gtp_serve.server.options import ServeOptions, format_gib
+from gtp_serve.server.options import ServeOptions
+from gtp_serve.sizes import format_gib
 
 _SIZES = ("tp", "pp", "ep", "etp", "gtp", "egtp")
 _FORMATS = {"megatron": "megatron-torch_dist", "huggingface": "huggingface", "gguf": "gguf"}
@@ -41,12 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", metavar="N", type=int, help="of a Megatron root (newest complete one)")
     group = parser.add_argument_group("only if the checkpoint does not say how it was saved")
     for name in _SIZES:
-        group.add_argument(
-            f"--saved-{name}", metavar="N", type=_size, help=f"{name.upper()} size of the trainer"
-        )
-    group.add_argument(
-        "--saved-config", metavar="FILE", type=Path, help="a config.json that describes the model"
-    )
+        group.add_argument(f"--saved-{name}", metavar="N", type=_size, help=f"{name.upper()} size of the trainer")
+    group.add_argument("--saved-config", metavar="FILE", type=Path, help="a config.json that describes the model")
 
 
 def _size(text: str) -> int:
@@ -63,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report and return the exit code: 0, or 3 when the checkpoint cannot be served."""
     if args.iteration is not None and args.iteration < 0:
         raise UsageError(f"--iteration {args.iteration} is below 0")
-    saved = SavedOverrides(
-        **{name: getattr(args, f"saved_{name}") for name in _SIZES}, config=args.saved_config
-    )
+    saved = SavedOverrides(**{name: getattr(args, f"saved_{name}") for name in _SIZES}, config=args.saved_config)
     try:
         checkpoint = open_checkpoint(args.path, iteration=args.iteration, saved=saved)
     except CheckpointError as error:
@@ -119,6 +115,7 @@ def report(checkpoint: Checkpoint, budget: Budget | GtpServeError) -> dict[str, 
         "weight_bytes_by_dtype": dict(facts.dtypes),
         "optimizer_bytes": facts.optimizer_bytes,
         "saved_tokenizer": facts.saved_tokenizer,
+        "possible_tp": possible_ranks(checkpoint.config),
         "memory": _memory(budget),
         "warnings": list(facts.warnings),
         "notes": list(facts.notes),
@@ -180,6 +177,7 @@ def _lines(checkpoint: Checkpoint, budget: Budget | GtpServeError, path: Path) -
         ("padding", _padding_text(config, facts)),
         ("tokenizer", _tokenizer_text(checkpoint)),
         ("here", _here_text(budget)),
+        ("ranks", "--tp " + ", ".join(map(str, possible_ranks(config)))),
         *(("warning", warning) for warning in facts.warnings),
         *(("note", note) for note in facts.notes),
         ("supported", f"yes          try: gtp-serve --ckpt {path} --tp 1"),
@@ -219,9 +217,7 @@ def model_text(config: ModelConfig) -> str:
     if config.moe is None:
         parts.append(f"ffn {config.ffn_size}")
     else:
-        parts.append(
-            f"{config.moe.num_experts} experts of {config.moe.ffn_size}, {config.moe.top_k} per token"
-        )
+        parts.append(f"{config.moe.num_experts} experts of {config.moe.ffn_size}, {config.moe.top_k} per token")
     flags = {
         "tied": config.tied,
         "qkv-bias": config.qkv_bias,
@@ -234,9 +230,7 @@ def model_text(config: ModelConfig) -> str:
 
 def _size_text(facts: Facts) -> str:
     kinds = ", ".join(f"{format_gib(count)} {name}" for name, count in facts.dtypes)
-    optimizer = (
-        f" (+ {format_gib(facts.optimizer_bytes)} optimizer, ignored)" if facts.optimizer_bytes else ""
-    )
+    optimizer = f" (+ {format_gib(facts.optimizer_bytes)} optimizer, ignored)" if facts.optimizer_bytes else ""
     return f"{_count_text(facts.parameters)} params in {facts.num_tensors} tensors, {kinds}{optimizer}"
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from gtp_serve.config import EngineConfig
+from gtp_serve.loaders.facts import SavedOverrides
 from gtp_serve.server.options import SavedGrid
 
-ENGINE_MODULE = "gtp_serve.server.engine_process"
+ENGINE_MODULE = "gtp_serve.server.engine_start"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     threads: int
     """Of torch, and of the weight reader."""
+    tokenizer: str | None = None
+    """A ``tokenizer.json``; grammars need it."""
     first_prompt: tuple[int, ...]
     """Ids of the prompt that proves, before the server is ready, that a token comes out."""
 
@@ -44,6 +47,12 @@ def read_launch(text: str) -> Launch:
     :raises msgspec.DecodeError: when it is none.
     """
     return msgspec.json.decode(text, type=Launch)
+
+
+def saved_overrides(saved: SavedGrid) -> SavedOverrides:
+    """What the options say of how a Megatron checkpoint was saved, as the loaders take it."""
+    config = None if saved.config is None else Path(saved.config)
+    return SavedOverrides(tp=saved.tp, gtp=saved.gtp, etp=saved.etp, egtp=saved.egtp, config=config)
 
 
 def absolute(path: Path) -> str:

@@ -13,7 +13,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gtp_serve.server.state import ServerState
@@ -81,9 +81,7 @@ class _EngineGauges(Collector):
             return
         stats = serving.client.stats()
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield GaugeMetricFamily(
-            "gtp_serve_requests_running", "Sequences that hold KV blocks", value=stats.running
-        )
+        yield GaugeMetricFamily("gtp_serve_requests_running", "Sequences that hold KV blocks", value=stats.running)
         yield GaugeMetricFamily("gtp_serve_requests_waiting", "Sequences in the queue", value=stats.waiting)
         yield GaugeMetricFamily("gtp_serve_kv_usage_ratio", "Share of KV blocks in use", value=used)
         yield GaugeMetricFamily(
@@ -91,8 +89,13 @@ class _EngineGauges(Collector):
             "Seconds without a step while there is work",
             value=stats.last_step_age_seconds,
         )
-        version = GaugeMetricFamily(
-            "gtp_serve_weight_version_info", "Weights that serve", labels=["version", "source"]
+        yield CounterMetricFamily(
+            "gtp_serve_prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries_total
         )
+        yield CounterMetricFamily("gtp_serve_prefix_cache_hits", "Of these, found", stats.prefix_hits_total)
+        yield CounterMetricFamily(
+            "gtp_serve_preemptions", "Sequences that gave up their KV to older ones", stats.preemptions_total
+        )
+        version = GaugeMetricFamily("gtp_serve_weight_version_info", "Weights that serve", labels=["version", "source"])
         version.add_metric([stats.weight_version or serving.engine.weight_version, "checkpoint"], 1)
         yield version

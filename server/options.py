@@ -1,29 +1,22 @@
-"""What ``gtp-serve serve`` was asked to do, as one frozen value, and how sizes are written."""
+"""What ``gtp-serve serve`` was asked to do, as one frozen value."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gtp_serve.errors import UsageError
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
-
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedGrid:
-    """The trainer's grid, for checkpoints that do not say; None means: as the checkpoint says."""
+    """How the trainer saved, for checkpoints that do not say; None means: as the checkpoint says."""
 
     tp: int | None = None
     gtp: int | None = None
     etp: int | None = None
     egtp: int | None = None
+    config: str | None = None
+    """Path of a config.json that describes the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +37,9 @@ class ServeOptions:
     kv_memory: int | None = None
     """Bytes."""
     max_running: int | None = None
+    prefix_cache: bool = True
+    graphs: bool = True
+    deterministic: bool = False
     host: str = "127.0.0.1"
     port: int = 30000
     drain_timeout: float = 30.0
@@ -51,22 +47,3 @@ class ServeOptions:
     verbosity: int = 0
     """-1 warnings only, 0 normal, 1 debug and stacks."""
     saved: SavedGrid = SavedGrid()
-
-
-def parse_size(text: str) -> int:
-    """Bytes in ``4GiB``, ``512M`` (binary), ``2GB`` (decimal) or ``1073741824``.
-
-    :raises UsageError: when the text is no size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is not None:
-        number, unit = match.group(1), match.group(2).lower()
-        factor = _DECIMAL.get(unit) or _UNITS.get(unit.removesuffix("ib").removesuffix("b"))
-        if factor is not None and float(number) * factor >= 1:
-            return int(float(number) * factor)
-    raise UsageError(f"'{text}' is not a size", [("write", "for example 4GiB, 512MiB or 2.5GB")])
-
-
-def format_gib(count: int) -> str:
-    """``15.3 GiB``; small sizes in MiB so that they do not read as zero."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"

@@ -68,9 +68,7 @@ class Porch:
             "type": "unavailable_error",
         }
         seconds = round(time.monotonic() - self._started, 3)
-        body = json.dumps(
-            {"status": "starting", "phase": "import", "seconds": seconds, "error": error}
-        ).encode()
+        body = json.dumps({"status": "starting", "phase": "import", "seconds": seconds, "error": error}).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

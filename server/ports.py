@@ -53,9 +53,7 @@ def _refused(host: str, port: int, error: OSError) -> EnvironmentFault:
     where = display_address(host, port)
     if error.errno == errno.EADDRINUSE:
         details = [("used by", user) for user in [find_user(port)] if user]
-        details.append(
-            ("try", f"--port {port + 1 if port < 65535 else port - 1}, or --port 0 to pick a free one")
-        )
+        details.append(("try", f"--port {port + 1 if port < 65535 else port - 1}, or --port 0 to pick a free one"))
         return EnvironmentFault(f"{where} is in use", details, code="port-in-use")
     if error.errno == errno.EACCES:
         return EnvironmentFault(

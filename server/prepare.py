@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gtp_serve.engine.limits import check_options
 from gtp_serve.errors import PromptTooLong, RequestRejected
-from gtp_serve.request import Request, SamplingParams
+from gtp_serve.request import Grammar, Request, SamplingParams
 from gtp_serve.server.calls import Call, Prompt, Sampling
 from gtp_serve.server.reply import Reply
 from gtp_serve.server.schemas import MAX_SEED
 from gtp_serve.server.state import Serving
-from gtp_serve.server.text import TextTokenizer
+from gtp_serve.text import TextTokenizer, special_stops
 
 _LONG_TEXT = 2048
 """Characters of a call from which tokenising leaves the event loop."""
@@ -21,6 +22,15 @@ _CHARS_PER_TOKEN = 256
 """No token stands for more characters, so a longer text cannot fit the context and is not tokenised at
 all.
 """
+
+
+_FIELDS = {
+    "json_schema": "json_schema",
+    "json_object": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "lark": "ebnf",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +47,37 @@ async def prepare(call: Call, serving: Serving) -> list[Job]:
     :raises RequestRejected: for ids that do not exist, an empty or too long prompt, or text without a
     tokenizer.
     """
+    _check_routing(call, serving)
     ids = await _encode_all(call.prompts, serving)
-    return [_job(call, prompt, ids[index], serving) for index, prompt in enumerate(call.prompts)]
+    grammars = await _check_grammars(call.prompts, serving)
+    return [_job(call, prompt, ids[index], grammars, serving) for index, prompt in enumerate(call.prompts)]
+
+
+def _check_routing(call: Call, serving: Serving) -> None:
+    if call.return_routed_experts and serving.engine.model.moe is None:
+        raise RequestRejected(
+            "return_routed_experts: this model has no experts",
+            code="not-supported",
+            param="return_routed_experts",
+        )
+
+
+async def _check_grammars(prompts: Sequence[Prompt], serving: Serving) -> dict[Grammar, Grammar]:
+    """Each grammar of the call in plain form, compiled once on trial."""
+    given = {prompt.sampling.grammar for prompt in prompts if prompt.sampling.grammar is not None}
+    if not given:
+        return {}
+    _require_tokenizer(serving, "a grammar")
+    if serving.grammars is None:
+        raise RequestRejected("this server takes no grammars", code="not-supported")
+    plain: dict[Grammar, Grammar] = {}
+    for grammar in given:
+        try:
+            plain[grammar] = await serving.grammars.check(grammar)
+        except RequestRejected as error:
+            error.param = f"sampling_params.{_FIELDS[grammar.kind]}"
+            raise
+    return plain
 
 
 async def _encode_all(prompts: Sequence[Prompt], serving: Serving) -> list[tuple[int, ...]]:
@@ -113,16 +152,33 @@ def _too_long(prompt: int, new: int, context: int, param: str) -> PromptTooLong:
     )
 
 
-def _job(call: Call, prompt: Prompt, ids: tuple[int, ...], serving: Serving) -> Job:
+def _job(
+    call: Call,
+    prompt: Prompt,
+    ids: tuple[int, ...],
+    grammars: Mapping[Grammar, Grammar],
+    serving: Serving,
+) -> Job:
     sampling, context = prompt.sampling, serving.engine.max_context
     new = sampling.max_new_tokens
     if sampling.max_is_default:
         new = max(min(new, context - len(ids)), sampling.min_new_tokens, 1)
     if len(ids) + new > context:
         raise _too_long(len(ids), new, context, "sampling_params.max_new_tokens")
-    _check_ids(sampling.stop_token_ids, serving.engine.model.vocab_size, "sampling_params.stop_token_ids")
+    vocab = serving.engine.model.vocab_size
+    _check_ids(sampling.stop_token_ids, vocab, "sampling_params.stop_token_ids")
     hidden = _hidden_stops(sampling, serving)
-    request = Request(rid=prompt.rid, input_ids=ids, sampling=_engine_sampling(prompt, new, tuple(hidden)))
+    _check_ids([token for token, _ in sampling.logit_bias], vocab, "sampling_params.logit_bias")
+    request = Request(
+        rid=prompt.rid,
+        input_ids=ids,
+        sampling=_engine_sampling(prompt, new, tuple(hidden), grammars),
+        logprobs=prompt.logprobs,
+        cache_salt=call.cache_salt,
+        deadline_seconds=call.deadline_seconds,
+        return_routed_experts=call.return_routed_experts,
+    )
+    check_options(request, vocab)
     reply = Reply(
         prompt,
         ids,
@@ -130,6 +186,7 @@ def _job(call: Call, prompt: Prompt, ids: tuple[int, ...], serving: Serving) -> 
         hidden_stops=hidden,
         text_in_logprobs=call.return_text_in_logprobs,
         with_prompt_ids=call.return_prompt_token_ids,
+        routed_start=call.routed_experts_start_len if call.return_routed_experts else None,
         weight_version=serving.engine.weight_version,
     )
     return Job(request=request, reply=reply)
@@ -142,15 +199,12 @@ def _hidden_stops(sampling: Sampling, serving: Serving) -> dict[int, str]:
     if not sampling.stop:
         return {}
     tokenizer = _require_tokenizer(serving, "sampling_params.stop")
-    found: dict[int, str] = {}
-    for stop in sampling.stop:
-        ids = tokenizer.encode(stop, add_special_tokens=False)
-        if len(ids) == 1 and ids[0] in tokenizer.special_ids and ids[0] < serving.engine.model.vocab_size:
-            found[ids[0]] = stop
-    return found
+    return special_stops(sampling.stop, tokenizer, serving.engine.model.vocab_size)
 
 
-def _engine_sampling(prompt: Prompt, new: int, hidden: tuple[int, ...]) -> SamplingParams:
+def _engine_sampling(
+    prompt: Prompt, new: int, hidden: tuple[int, ...], grammars: Mapping[Grammar, Grammar]
+) -> SamplingParams:
     sampling = prompt.sampling
     return SamplingParams(
         max_new_tokens=new,
@@ -162,6 +216,11 @@ def _engine_sampling(prompt: Prompt, new: int, hidden: tuple[int, ...]) -> Sampl
         seed=_seed(sampling.sampling_seed, prompt.sample),
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hidden))),
         ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        grammar=None if sampling.grammar is None else grammars[sampling.grammar],
     )
 
 

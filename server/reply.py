@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from gtp_serve.request import FinishReason, TokenEvent
+from gtp_serve.request import FinishReason, LogprobOptions, TokenEvent, TopLogprobs
 from gtp_serve.server.calls import Prompt
-from gtp_serve.server.text import IncrementalDecoder, StopMatcher, TextTokenizer
+from gtp_serve.text import StoppingText, TextTokenizer
 
 Triple = tuple[float | None, int, str | None]
 
 
 def abort_status(finish: FinishReason) -> int:
-    """The HTTP status that fits an abort: 200 when it was asked for, 503 when the server ended, 500 for a
-    fault.
+    """The HTTP status that fits an abort: 200 when the client asked for it (a deadline too), 503 when the server
+    ended, 500 for a fault.
     """
-    return {"": 200, "aborted": 200, "shutting-down": 503}.get(finish.code, 500)
+    return {"": 200, "aborted": 200, "deadline-exceeded": 200, "shutting-down": 503}.get(finish.code, 500)
+
+
+def _is_the_stop(token: int, finish: FinishReason | None) -> bool:
+    """Whether this token is itself what stopped the sequence."""
+    return finish is not None and finish.type == "stop" and finish.matched == token
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinities: null stands for the probability 0 (and for a number that is none)."""
+    return value if value is not None and isfinite(value) else None
 
 
 class Reply:
@@ -28,6 +39,7 @@ class Reply:
 
     :param hidden_stops: stop strings that are single special tokens, by id; the engine stops at the id.
     :param tokenizer: None when the server has none; text is then empty.
+    :param routed_start: the first token whose routed experts are wanted; None: of none.
     """
 
     def __init__(
@@ -39,6 +51,7 @@ class Reply:
         hidden_stops: Mapping[int, str],
         text_in_logprobs: bool = False,
         with_prompt_ids: bool = False,
+        routed_start: int | None = None,
         weight_version: str = "0",
     ) -> None:
         sampling = prompt.sampling
@@ -47,17 +60,27 @@ class Reply:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.ids: list[int] = []
+        self._input_ids = input_ids
         self._prompt_ids = list(input_ids) if with_prompt_ids else None
+        self._options = prompt.logprobs or LogprobOptions()
+        self._top: list[list[Triple]] = []
+        self._listed: list[list[Triple]] = []
+        self._routed_start = routed_start
+        self._routed = bytearray()
         self._tokenizer = tokenizer
-        self._decoder = None
-        if tokenizer is not None:
-            self._decoder = IncrementalDecoder(
-                tokenizer, skip_special_tokens=sampling.skip_special_tokens, context=input_ids
-            )
-        self._matcher = StopMatcher(sampling.stop)
+        self._text = StoppingText(
+            tokenizer,
+            context=input_ids,
+            stops=sampling.stop,
+            keep_stop=sampling.no_stop_trim,
+            min_tokens=sampling.min_new_tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
         self._hidden_stops = hidden_stops
         self._text_in_logprobs = text_in_logprobs and tokenizer is not None
-        self._pieces: list[str] = []
+        self._token_texts: dict[int, str] = {}
+        self._inputs = self._input_body(TokenEvent(rid=prompt.rid))
+        """``input_*`` of meta_info; complete when the first event has come."""
         self._triples: list[Triple] = []
         self._versions: list[tuple[str, int]] = []
         """(version, index of its first token)."""
@@ -68,17 +91,21 @@ class Reply:
     @property
     def text(self) -> str:
         """Everything so far."""
-        return "".join(self._pieces)
+        return "".join(self._text.pieces)
 
     def add(self, event: TokenEvent) -> bool:
         """Take an event; True when the sequence is over, by the engine's word or by a stop string."""
         self.cached_tokens = event.cached_tokens or self.cached_tokens
+        self._routed += event.routed_experts
+        if event.prompt_logprobs:
+            self._inputs = self._input_body(event)
         last = len(event.token_ids) - 1
         for index, token in enumerate(event.token_ids):
             logprob = event.logprobs[index] if index < len(event.logprobs) else None
             self._count(token, logprob, event.weight_version)
+            self._count_more(index, event)
             final = event.finish if index == last else None
-            matched = None if self._is_trimmed(token, final) else self._add_text(token)
+            matched = self._text.push(token, ends=_is_the_stop(token, final))
             if matched is not None:
                 return self._end(FinishReason(type="stop", matched=matched))
         if event.finish is None:
@@ -90,43 +117,52 @@ class Reply:
             self._versions.append((version, len(self.ids)))
         self.ids.append(token)
         if self.prompt.return_logprob:
-            value = logprob if logprob is not None and isfinite(logprob) else None
-            self._triples.append((value, token, self._token_text(token)))
+            self._triples.append((_finite(logprob), token, self._token_text(token)))
+
+    def _count_more(self, index: int, event: TokenEvent) -> None:
+        if self._options.top_n:
+            self._top.append(self._top_triples(event.top_logprobs[index] if event.top_logprobs else ()))
+        if self._options.token_ids:
+            self._listed.append(self._listed_triples(event.listed_logprobs[index]))
+
+    def _top_triples(self, top: TopLogprobs) -> list[Triple]:
+        return [(_finite(value), token, self._token_text(token)) for token, value in top]
+
+    def _listed_triples(self, values: Sequence[float]) -> list[Triple]:
+        ids = self._options.token_ids
+        return [(_finite(v), token, self._token_text(token)) for token, v in zip(ids, values, strict=True)]
+
+    def _input_body(self, event: TokenEvent) -> dict[str, Any]:
+        """``input_*`` of meta_info: from logprob_start_len on, the first token without a value."""
+        start = self._options.prompt_start
+        if start is None:
+            return {"input_token_logprobs": []} if self.prompt.return_logprob else {}
+        values = [None, *map(_finite, event.prompt_logprobs)]
+        tokens = self._input_ids[start:]
+        body: dict[str, Any] = {
+            "input_token_logprobs": [
+                (value, token, self._token_text(token)) for value, token in zip(values, tokens, strict=False)
+            ]
+        }
+        if self._options.top_n:
+            body["input_top_logprobs"] = [None, *map(self._top_triples, event.prompt_top_logprobs)]
+        if self._options.token_ids:
+            listed = map(self._listed_triples, event.prompt_listed_logprobs)
+            body["input_token_ids_logprobs"] = [None, *listed]
+        return body
 
     def _token_text(self, token: int) -> str | None:
         if not self._text_in_logprobs or self._tokenizer is None:
             return None
-        return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def _is_trimmed(self, token: int, finish: FinishReason | None) -> bool:
-        """Whether this token is the stop itself, whose text is not shown."""
-        stopped = finish is not None and finish.type == "stop" and finish.matched == token
-        return stopped and not self.prompt.sampling.no_stop_trim
-
-    def _add_text(self, token: int) -> str | None:
-        """Add a token's text; returns the stop string that it completes."""
-        if self._decoder is None:
-            return None
-        return self._match(self._decoder.push([token]))
-
-    def _match(self, text: str) -> str | None:
-        if len(self.ids) < self.prompt.sampling.min_new_tokens:
-            self._pieces.append(text)
-            return None
-        safe, matched = self._matcher.push(text)
-        if matched is not None and self.prompt.sampling.no_stop_trim:
-            safe += matched
-        if safe:
-            self._pieces.append(safe)
-        return matched
+        if token not in self._token_texts:
+            self._token_texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._token_texts[token]
 
     def _drain(self, finish: FinishReason) -> FinishReason:
         """Give out what decoder and matcher hold; a stop string may still complete there."""
-        if self._decoder is not None:
-            matched = self._match(self._decoder.flush())
-            if matched is not None:
-                return FinishReason(type="stop", matched=matched)
-            self._pieces.append(self._matcher.flush())
+        matched = self._text.finish()
+        if matched is not None:
+            return FinishReason(type="stop", matched=matched)
         if finish.type == "stop" and isinstance(finish.matched, int) and finish.matched in self._hidden_stops:
             return FinishReason(type="stop", matched=self._hidden_stops[finish.matched])
         return finish
@@ -141,26 +177,24 @@ class Reply:
 
     def whole(self, *, seconds: float | None = None) -> dict[str, Any]:
         """The reply so far.  ``seconds`` since the request came, put in when the reply is complete."""
-        self._sent_pieces, self._sent_ids = len(self._pieces), len(self.ids)
-        return self._body(self.text, list(self.ids), self._triples, seconds)
+        self._sent_pieces, self._sent_ids = len(self._text.pieces), len(self.ids)
+        return self._body(self.text, list(self.ids), 0, seconds)
 
     def news(self, *, seconds: float | None = None) -> dict[str, Any]:
         """What is new since the last ``whole`` or ``news``; ``meta_info``'s counts are of the whole reply."""
-        text, ids = "".join(self._pieces[self._sent_pieces :]), self.ids[self._sent_ids :]
-        triples = self._triples[self._sent_ids :]
-        self._sent_pieces, self._sent_ids = len(self._pieces), len(self.ids)
-        return self._body(text, ids, triples, seconds)
+        text, ids = "".join(self._text.pieces[self._sent_pieces :]), self.ids[self._sent_ids :]
+        since = self._sent_ids
+        self._sent_pieces, self._sent_ids = len(self._text.pieces), len(self.ids)
+        return self._body(text, ids, since, seconds)
 
-    def _body(
-        self, text: str, ids: list[int], triples: list[Triple], seconds: float | None
-    ) -> dict[str, Any]:
+    def _body(self, text: str, ids: list[int], since: int, seconds: float | None) -> dict[str, Any]:
         body: dict[str, Any] = {"text": text, "output_ids": ids}
         if self._prompt_ids is not None:
             body["prompt_token_ids"] = self._prompt_ids
-        body["meta_info"] = self._meta(triples, seconds)
+        body["meta_info"] = self._meta(since, seconds)
         return body
 
-    def _meta(self, triples: list[Triple], seconds: float | None) -> dict[str, Any]:
+    def _meta(self, since: int, seconds: float | None) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": self.prompt.rid,
             "finish_reason": self._finish_body(),
@@ -173,9 +207,25 @@ class Reply:
         if self.finish is not None and seconds is not None:
             meta["e2e_latency"] = seconds
         if self.prompt.return_logprob:
-            meta["output_token_logprobs"] = triples
-            meta["output_token_logprobs_length"] = len(self._triples)
+            meta |= self._logprobs_body(since)
+        if self._routed_start is not None and self.finish is not None:
+            meta["routed_experts"] = self._routed_body(self._routed_start)
         return meta
+
+    def _logprobs_body(self, since: int) -> dict[str, Any]:
+        body = {} if since else dict(self._inputs)
+        body["output_token_logprobs"] = self._triples[since:]
+        body["output_token_logprobs_length"] = len(self._triples)
+        if self._options.top_n:
+            body["output_top_logprobs"] = self._top[since:]
+        if self._options.token_ids:
+            body["output_token_ids_logprobs"] = self._listed[since:]
+        return body
+
+    def _routed_body(self, start: int) -> str:
+        tokens = max(1, self.num_prompt + len(self.ids) - 1)
+        row = len(self._routed) // tokens
+        return base64.b64encode(self._routed[start * row :]).decode()
 
     def _spans(self) -> list[dict[str, Any]]:
         """Which version made which tokens: half-open ranges that tile the reply."""

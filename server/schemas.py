@@ -12,6 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gtp_serve.engine.limits import (
+    MAX_DEADLINE_SECONDS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION,
+)
 from gtp_serve.errors import RequestRejected
 
 Kind = Literal["int", "float", "bool"]
@@ -47,13 +55,7 @@ class Number:
         if self.kind == "bool":
             return "true or false"
         what = "a whole number" if self.kind == "int" else "a number"
-        start = (
-            f"above {self.low:g}"
-            if self.above
-            else f"from {self.low:g}"
-            if self.low < 1e15
-            else f"from {self.low}"
-        )
+        start = f"above {self.low:g}" if self.above else f"from {self.low:g}" if self.low < 1e15 else f"from {self.low}"
         text = f"{what} {start} to {_plain(self.high)}"
         return text if self.also is None else f"{text}, or {self.also}"
 
@@ -64,14 +66,23 @@ def _plain(value: float) -> str:
 
 #: ``sampling_params``; the strings and lists (stop, stop_token_ids) are read below.
 SAMPLING: Mapping[str, Number] = {
-    "max_new_tokens": Number(kind="int", default=128, low=1, high=MAX_TOKENS, help="most tokens to generate"),
-    "min_new_tokens": Number(
-        kind="int", default=0, low=0, high=MAX_TOKENS, help="no end before this many tokens"
+    "max_new_tokens": Number(
+        kind="int", default=128, low=0, high=MAX_TOKENS, help="most tokens to generate; 0: only the prompt's"
     ),
-    "temperature": Number(kind="float", default=1.0, low=0, high=100, help="below 1e-6: greedy"),
+    "min_new_tokens": Number(kind="int", default=0, low=0, high=MAX_TOKENS, help="no end before this many tokens"),
+    "temperature": Number(kind="float", default=1.0, low=0, high=MAX_TEMPERATURE, help="below 1e-6: greedy"),
     "top_k": Number(kind="int", default=-1, low=1, high=(1 << 31) - 1, also=-1, help="-1 keeps all"),
     "top_p": Number(kind="float", default=1.0, low=0, high=1, above=True),
     "min_p": Number(kind="float", default=0.0, low=0, high=1),
+    "presence_penalty": Number(
+        kind="float", default=0.0, low=-MAX_PENALTY, high=MAX_PENALTY, help="of ids in the output"
+    ),
+    "frequency_penalty": Number(
+        kind="float", default=0.0, low=-MAX_PENALTY, high=MAX_PENALTY, help="for each time in the output"
+    ),
+    "repetition_penalty": Number(
+        kind="float", default=1.0, low=MIN_REPETITION, high=MAX_REPETITION, help="of ids in prompt or output"
+    ),
     "sampling_seed": Number(kind="int", default=None, low=0, high=MAX_SEED, help="same seed, same tokens"),
     "n": Number(kind="int", default=1, low=1, high=MAX_N, help="replies for each prompt"),
     "ignore_eos": Number(kind="bool", default=False),
@@ -80,11 +91,28 @@ SAMPLING: Mapping[str, Number] = {
 }
 
 #: Top level; ``stream`` is also allowed to be "delta", ``return_logprob`` to be a list.
-CALL: Mapping[str, Number] = {
+CALL: dict[str, Number] = {
     "return_text_in_logprobs": Number(kind="bool", default=False),
     "return_prompt_token_ids": Number(kind="bool", default=False),
+    "return_routed_experts": Number(kind="bool", default=False, help="of each token, in each MoE layer"),
     "no_logs": Number(kind="bool", default=False),
     "log_metrics": Number(kind="bool", default=True),
+}
+
+CALL_NUMBERS: dict[str, Number] = {
+    "routed_experts_start_len": Number(kind="int", default=0, low=0, high=MAX_TOKENS),
+    "deadline_seconds": Number(
+        kind="float", default=None, low=0, high=MAX_DEADLINE_SECONDS, above=True, help="abort after so long"
+    ),
+}
+
+#: Top level, one value for all prompts or a list with one for each.
+EACH: Mapping[str, Number] = {
+    "return_logprob": Number(kind="bool", default=False),
+    "logprob_start_len": Number(
+        kind="int", default=-1, low=0, high=MAX_TOKENS, also=-1, help="-1: of output tokens only"
+    ),
+    "top_logprobs_num": Number(kind="int", default=0, low=0, high=MAX_TOP_LOGPROBS),
 }
 
 _NOT_YET = "not supported yet"
@@ -94,22 +122,14 @@ _NO_LORA = "not supported: merge the adapter into the weights"
 
 #: Fields that are accepted with one of these values (and null) and refused with any other: (values, reason).
 AT_DEFAULT: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "logprob_start_len": ((-1,), _NOT_YET),
-    "top_logprobs_num": ((0,), _NOT_YET),
-    "token_ids_logprob": (([],), _NOT_YET),
     "return_hidden_states": ((False,), _NOT_YET),
-    "return_routed_experts": ((False,), _NOT_YET),
-    "routed_experts_start_len": ((0,), _NOT_YET),
     "return_indexer_topk": ((False,), _NOT_YET),
     "return_sampling_mask": ((False,), _NOT_YET),
-    "sampling_logprobs_mode": ((), _NOT_YET),
     "return_entropy": ((False,), _NOT_YET),
     "return_flat_raw_top_logprobs": ((False,), _NOT_YET),
     "session_id": ((), _NOT_YET),
     "session_params": ((), _NOT_YET),
     "priority": ((), _NOT_YET),
-    "extra_key": ((), _NOT_YET),
-    "cache_salt": ((), _NOT_YET),
     "custom_labels": ((), _NOT_YET),
     "routed_dp_rank": ((), _NOT_YET),
     "data_parallel_rank": ((), _NOT_YET),
@@ -136,24 +156,22 @@ AT_DEFAULT: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 #: The same inside ``sampling_params``.
 SAMPLING_AT_DEFAULT: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "frequency_penalty": ((0,), _NOT_YET),
-    "presence_penalty": ((0,), _NOT_YET),
-    "repetition_penalty": ((1,), _NOT_YET),
     "stop_regex": (([],), _NOT_YET),
     "beam_width": ((1,), _NOT_YET),
-    "json_schema": ((), _NOT_YET),
-    "regex": ((), _NOT_YET),
-    "ebnf": ((), _NOT_YET),
     "structural_tag": ((), _NOT_YET),
     "spaces_between_special_tokens": ((True,), _NOT_YET),
     "stream_interval": ((1,), _NOT_YET),
-    "logit_bias": (({},), _NOT_YET),
     "custom_params": (({},), _NOT_YET),
     "watermark": ((), _NOT_YET),
 }
 
-_CALL_NAMES = frozenset({"text", "input_ids", "sampling_params", "rid", "stream", "return_logprob", *CALL})
-_SAMPLING_NAMES = frozenset({"stop", "stop_token_ids", "seed", *SAMPLING})
+_CALL_NAMES = frozenset(
+    {"text", "input_ids", "sampling_params", "rid", "stream", "token_ids_logprob", "sampling_logprobs_mode"}
+    | {"cache_salt", "extra_key", *CALL, *CALL_NUMBERS, *EACH}
+)
+_SAMPLING_NAMES = frozenset(
+    {"stop", "stop_token_ids", "seed", "logit_bias", "json_schema", "regex", "ebnf", "choice", *SAMPLING}
+)
 
 #: Other APIs' names for fields of ``sampling_params``.
 _SAMPLING_SYNONYMS: Mapping[str, str] = {
@@ -212,9 +230,7 @@ def check_names(
         if name in at_default and value is not None:
             values, reason = at_default[name]
             if not any((type(value) is not bool and value == one) or value is one for one in values):
-                raise RequestRejected(
-                    f"{prefix}{name} is {reason}", code="not-supported", param=f"{prefix}{name}"
-                )
+                raise RequestRejected(f"{prefix}{name} is {reason}", code="not-supported", param=f"{prefix}{name}")
 
 
 def _unknown_field(name: str, prefix: str) -> RequestRejected:
@@ -260,9 +276,7 @@ def read_number(given: Mapping[str, Any], name: str, field: Number, prefix: str)
             return value
     elif _is_number(value, field.kind) and _in_range(value, field):
         return value if field.kind == "int" else float(value)
-    raise RequestRejected(
-        f"{prefix}{name} must be {field.possible()}, not {describe(value)}", param=f"{prefix}{name}"
-    )
+    raise RequestRejected(f"{prefix}{name} must be {field.possible()}, not {describe(value)}", param=f"{prefix}{name}")
 
 
 def _is_number(value: object, kind: Kind) -> bool:

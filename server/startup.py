@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from gtp_serve.engine.messages import Phase
 from gtp_serve.errors import GtpServeError
 from gtp_serve.server.failures import format_error
-from gtp_serve.server.options import GIB
+from gtp_serve.sizes import GIB
 
 QUIET_SECONDS = 5.0
 """No longer than this without a line while a phase runs."""

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.messages import EngineStats, Phase
 from gtp_serve.errors import EngineFault, GtpServeError, NotReady, ShuttingDown
-from gtp_serve.request import Request, TokenEvent
+from gtp_serve.request import Grammar, Request, TokenEvent
 from gtp_serve.server.http_errors import Conflict
-from gtp_serve.server.text import TextTokenizer
+from gtp_serve.text import TextTokenizer
 
 STALLED_SECONDS = 60.0
 """Without a step for so long while there is work, the engine counts as stuck."""
@@ -37,6 +37,14 @@ class Client(Protocol):
         ...
 
 
+class Grammars(Protocol):
+    """What the routes need of ``server.grammar_check.GrammarChecker``."""
+
+    async def check(self, grammar: Grammar) -> Grammar:
+        """The grammar in plain form; raises RequestRejected when it is not served."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
     """Everything that a request needs once the engine is ready."""
@@ -45,6 +53,8 @@ class Serving:
     engine: EngineConfig
     tokenizer: TextTokenizer | None
     name: str
+    grammars: Grammars | None = None
+    """None: no tokenizer, hence no grammars."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Further lines of ``/model_info``."""
 

@@ -1,7 +1,7 @@
 """The serving process's life: HTTP up, engine brought up behind it, then wait for a signal or its death.
 
-    answer /ready with 503 -> bring up -> ready -> SIGTERM: drain -> exit 0
-                                            engine dies: exit 6 at once
+answer /ready with 503 -> bring up -> ready -> SIGTERM: drain -> exit 0
+                                        engine dies: exit 6 at once
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class _Server:
         self._listener = listener
         self._porch = porch
         self._started = started
+        self._address = display_address(*listener.getsockname()[:2])
         self._url = url_of(listener)
         self._state = ServerState()
         self._metrics = Metrics(self._state)
@@ -151,7 +152,6 @@ class _Server:
             await asyncio.wait([serving], timeout=_FLUSH_SECONDS)
 
     async def _live(self, signals: _Signals, http: HttpServer) -> int:
-        self._say_port()
         bringup: Bringup | None = None
         try:
             await http.up.wait()
@@ -168,16 +168,18 @@ class _Server:
             return EXIT_SIGNAL_BASE + signals.number
         return await self._serve(client, signals)
 
-    def _say_port(self) -> None:
-        host, port = self._listener.getsockname()[:2]
-        name = f"port {display_address(host, port)}"
-        self._reporter.phase(Phase(name=name, state="ok", seconds=time.monotonic() - self._started))
-
     async def _load_bringup(self) -> Bringup:
         """Imported now and in a thread, so that the port answers while that goes on."""
+        port = Phase(name=f"port {self._address}", state="ok", seconds=time.monotonic() - self._started)
         module = await asyncio.to_thread(importlib.import_module, "gtp_serve.server.bringup")
         made: Bringup = module.Bringup(
-            self._options, self._reporter, self._state, self._metrics, self._url, self._started
+            self._options,
+            self._reporter,
+            self._state,
+            self._metrics,
+            port=port,
+            url=self._url,
+            started=self._started,
         )
         return made
 

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from gtp_serve.engine.messages import Phase
 from gtp_serve.errors import GtpServeError
 from gtp_serve.server.failures import format_error, one_line, wants_colour
-from gtp_serve.server.options import GIB
 from gtp_serve.server.startup import ReadyNote, format_fields
+from gtp_serve.sizes import GIB
 
 _WIDTH = 80
 
@@ -53,9 +53,7 @@ class Terminal:
         if phase.state == "running":
             self._show_bar(phase)
             return
-        seconds = phase.seconds or (
-            self._clock() - self._phase_started if self._progress is not None else 0.0
-        )
+        seconds = phase.seconds or (self._clock() - self._phase_started if self._progress is not None else 0.0)
         self._hide_bar()
         mark = "ok" if phase.state == "ok" else "!!"
         left = f"  {mark}  {phase.name:<24}{phase.detail}"

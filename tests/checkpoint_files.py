@@ -47,10 +47,7 @@ SMALL_MOE = replace(
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config.dtype)
-    return {
-        name: torch.randn(shape, generator=generator).to(dtype)
-        for name, shape in logical_tensors(config).items()
-    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in logical_tensors(config).items()}
 
 
 def write_megatron(
@@ -75,8 +72,7 @@ def rename_key(metadata: Any, old: str, new: str) -> None:
         (new if key == old else key): value for key, value in metadata.state_dict_metadata.items()
     }
     metadata.storage_data = {
-        (replace(index, fqn=new) if index.fqn == old else index): info
-        for index, info in metadata.storage_data.items()
+        (replace(index, fqn=new) if index.fqn == old else index): info for index, info in metadata.storage_data.items()
     }
 
 

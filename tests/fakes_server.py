@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
-from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig
+from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig, MoeConfig
 from gtp_serve.engine.messages import EngineStats
 from gtp_serve.errors import EngineFault, RequestRejected
 from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +22,7 @@ from gtp_serve.server.app import build_app
 from gtp_serve.server.http_server import build_server
 from gtp_serve.server.metrics import Metrics
 from gtp_serve.server.ports import bind, url_of
-from gtp_serve.server.state import ServerState, Serving
+from gtp_serve.server.state import Grammars, ServerState, Serving
 
 DATA = Path(__file__).parent / "data"
 EOS = 2
@@ -102,6 +102,7 @@ class FakeClient:
                 logprobs=(self.logprob,),
                 weight_version="0",
                 finish=finish,
+                **_told(request, index, self.logprob),
             )
             if finish is not None:
                 return
@@ -114,7 +115,31 @@ class FakeClient:
         return FinishReason(type="length") if last else None
 
 
-def engine_config(*, vocab: int = 273, context: int = 4096) -> EngineConfig:
+ROUTED_ROW = b"\x01\0\0\0\x02\0\0\0"
+"""One token's experts: one layer, 1 and 2."""
+
+
+def _told(request: Request, index: int, logprob: float) -> dict[str, Any]:
+    """What an engine adds to event ``index`` for those who ask: the listed and top ids all have one value."""
+    found: dict[str, Any] = {}
+    if request.return_routed_experts:
+        found["routed_experts"] = ROUTED_ROW * (len(request.input_ids) if index == 0 else 1)
+    options = request.logprobs
+    if options is None:
+        return found
+    top = tuple((token, logprob) for token in range(3, 3 + options.top_n))
+    listed = (logprob,) * len(options.token_ids)
+    found["top_logprobs"] = (top,) if options.top_n else ()
+    found["listed_logprobs"] = (listed,) if options.token_ids else ()
+    if options.prompt_start is not None and index == 0:
+        count = len(request.input_ids) - options.prompt_start - 1
+        found["prompt_logprobs"] = tuple(-float(at) for at in range(count))
+        found["prompt_top_logprobs"] = (top,) * count if options.top_n else ()
+        found["prompt_listed_logprobs"] = (listed,) * count if options.token_ids else ()
+    return found
+
+
+def engine_config(*, vocab: int = 273, context: int = 4096, moe: MoeConfig | None = None) -> EngineConfig:
     """A model that does not exist, with the fake tokenizer's vocabulary."""
     model = ModelConfig(
         family="llama",
@@ -127,6 +152,7 @@ def engine_config(*, vocab: int = 273, context: int = 4096) -> EngineConfig:
         vocab_size=vocab,
         vocab_rows=vocab,
         eos_token_ids=(EOS,),
+        moe=moe,
     )
     return EngineConfig(model=model, cache=CacheConfig(num_blocks=10), dtype="float32", max_context=context)
 
@@ -162,6 +188,8 @@ async def serving(
     ready: bool = True,
     context: int = 4096,
     ping: float = 15.0,
+    moe: MoeConfig | None = None,
+    grammars: Grammars | None = None,
 ) -> AsyncIterator[FakeServer]:
     """A server on a free port around a fake engine."""
     client = client if client is not None else FakeClient()
@@ -172,16 +200,20 @@ async def serving(
     if ready:
         loaded = byte_tokenizer() if tokenizer == "bytes" else tokenizer
         state.set_serving(
-            Serving(client=client, engine=engine_config(context=context), tokenizer=loaded, name="fake")
+            Serving(
+                client=client,
+                engine=engine_config(context=context, moe=moe),
+                tokenizer=loaded,
+                name="fake",
+                grammars=grammars,
+            )
         )
     with contextlib.closing(bind("127.0.0.1", 0)) as listener:
         server = build_server(build_app(state, Metrics(state), log, ping_seconds=ping))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.up.wait()
         try:
-            async with httpx.AsyncClient(
-                base_url=url_of(listener), timeout=10, trust_env=False, verify=False
-            ) as http:
+            async with httpx.AsyncClient(base_url=url_of(listener), timeout=10, trust_env=False, verify=False) as http:
                 yield FakeServer(http=http, url=url_of(listener), state=state, client=client, log=lines)
         finally:
             server.should_exit = True

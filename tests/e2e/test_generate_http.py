@@ -90,6 +90,7 @@ def test_a_reply_has_sglangs_shape() -> None:
                     "cached_tokens": 0,
                     "weight_version": "0",
                     "weight_versions": [{"version": "0", "start": 0, "end": 7}],
+                    "input_token_logprobs": [],
                     "output_token_logprobs": [[-0.5, token, None] for token in ids],
                     "output_token_logprobs_length": 7,
                 },
@@ -110,10 +111,7 @@ def test_logprobs_carry_text_when_asked_and_never_a_non_finite_number() -> None:
             for value in (-math.inf, math.nan):
                 client.logprob = value
                 raw = (await server.generate(**body)).text
-                assert (
-                    json.loads(raw, parse_constant=pytest.fail)["meta_info"]["output_token_logprobs"][0][0]
-                    is None
-                )
+                assert json.loads(raw, parse_constant=pytest.fail)["meta_info"]["output_token_logprobs"][0][0] is None
 
     run(go())
 
@@ -197,9 +195,7 @@ def test_the_length_ends_a_reply_and_held_text_is_given_out() -> None:
 
 def test_lists_and_samples_come_back_in_order_with_their_own_ends() -> None:
     async def go() -> None:
-        client = FakeClient(
-            script=lambda request: [*request.input_ids, *([EOS] if len(request.input_ids) < 3 else [])]
-        )
+        client = FakeClient(script=lambda request: [*request.input_ids, *([EOS] if len(request.input_ids) < 3 else [])])
         async with serving(client) as server:
             reply = await server.generate(
                 text=["ab", "cdef"],
@@ -221,9 +217,7 @@ def test_lists_and_samples_come_back_in_order_with_their_own_ends() -> None:
 def test_a_stream_of_several_tells_them_apart_by_index() -> None:
     async def go() -> None:
         async with serving(FakeClient()) as server:
-            parts = await stream(
-                server, text=["ab", "cd"], stream="delta", sampling_params={"max_new_tokens": 2}
-            )
+            parts = await stream(server, text=["ab", "cd"], stream="delta", sampling_params={"max_new_tokens": 2})
             for index, text in ((0, "ab"), (1, "cd")):
                 own = [part for part in parts[:-1] if part["index"] == index]
                 assert "".join(part["text"] for part in own) == text
@@ -263,9 +257,7 @@ def test_a_client_that_leaves_frees_its_sequences(streaming: Any, hold: bool) ->
                             raise httpx.ReadTimeout("leave in the middle")
             await gone(server, 2)
             assert {line["reason"] for line in server.log} == {"client_gone"}
-            assert (
-                'requests_total{finish_reason="client_gone"} 2.0' in (await server.http.get("/metrics")).text
-            )
+            assert 'requests_total{finish_reason="client_gone"} 2.0' in (await server.http.get("/metrics")).text
 
     run(go())
 
@@ -288,9 +280,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_costs_nothing() -> Non
 def test_a_silent_stream_is_kept_alive_by_comments() -> None:
     async def go() -> None:
         async with serving(FakeClient(hold=True), ping=0.1) as server:
-            async with server.http.stream(
-                "POST", "/generate", json={"text": "a", "stream": True}
-            ) as response:
+            async with server.http.stream("POST", "/generate", json={"text": "a", "stream": True}) as response:
                 lines = response.aiter_lines()
                 assert [line for line in [await anext(lines) for _ in range(4)] if line] == [": ping"] * 2
             await gone(server)
@@ -530,9 +520,7 @@ def test_the_log_has_one_line_for_each_sequence_and_no_text() -> None:
         async with serving(says("secret answer")) as server:
             await server.generate(text="secret question", rid="r", sampling_params={"n": 2})
             await server.generate(text="quiet", no_logs=True)
-            kept = [
-                {k: line[k] for k in ("message", "rid", "reason", "prompt", "tokens")} for line in server.log
-            ]
+            kept = [{k: line[k] for k in ("message", "rid", "reason", "prompt", "tokens")} for line in server.log]
             prompt = len(byte_tokenizer().encode("secret question"))
             assert kept == [
                 {"message": "request", "rid": f"r_{i}", "reason": "stop", "prompt": prompt, "tokens": 14}
@@ -576,9 +564,7 @@ def test_sixty_four_at_once_each_get_their_own_answer() -> None:
                     parts = await stream(server, text=prompt, stream="delta", sampling_params=params)
                     assert "".join(part["text"] for part in parts[:-1]) == prompt
                 else:
-                    assert (await server.generate(text=prompt, sampling_params=params)).json()[
-                        "text"
-                    ] == prompt
+                    assert (await server.generate(text=prompt, sampling_params=params)).json()["text"] == prompt
 
             await asyncio.gather(*(one(number) for number in range(64)))
             assert server.client.aborted == []
@@ -609,17 +595,11 @@ def test_a_reader_that_stops_reading_does_not_stop_the_others() -> None:
     async def go() -> None:
         client = FakeClient(script=lambda request: byte_ids(b"x") * 3000)
         async with serving(client, context=1 << 20) as server:
-            body = json.dumps(
-                {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 3000}}
-            ).encode()
+            body = json.dumps({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 3000}}).encode()
             lazy = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
-            lazy.sendall(
-                b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-            )
+            lazy.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             await asyncio.sleep(0.2)
-            assert (await server.generate(text="b", sampling_params={"max_new_tokens": 2})).json()[
-                "text"
-            ] == "xx"
+            assert (await server.generate(text="b", sampling_params={"max_new_tokens": 2})).json()["text"] == "xx"
             lazy.close()
             await until(lambda: not server.state.num_calls, 5)
 

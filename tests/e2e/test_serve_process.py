@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,64 +18,14 @@ from typing import Any
 
 import httpx
 import pytest
+from golden_file import same_as_golden
+from serve_command import Command
 
 pytestmark = pytest.mark.e2e
 
 DATA = Path(__file__).parents[1] / "data"
-GOLDEN = Path(__file__).parents[1] / "golden"
 CKPT = DATA / "megatron" / "llama-tp1-pp1-gtp2-pad16-padded"
 TOKENIZER = DATA / "tokenizer251"
-START_SECONDS = 120
-
-
-class Command:
-    """A running ``gtp-serve`` whose JSON log is collected line by line."""
-
-    def __init__(self, *words: str) -> None:
-        self.started = time.monotonic()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gtp_serve.server", *words, "--log", "json"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.lines: list[dict[str, Any]] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(json.loads(line) if line.startswith("{") else {"event": "other", "text": line})
-
-    def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if line["event"] == event and all(line.get(key) == value for key, value in fields.items()):
-                    return line
-            if self.process.poll() is not None and not self._reader.is_alive():
-                break
-            time.sleep(0.02)
-        raise AssertionError(f"no {event} in {self.lines}")
-
-    def url(self) -> str:
-        return str(self.wait_for("ready")["url"])
-
-    def end(self) -> tuple[int, float]:
-        """(exit code, seconds until then)."""
-        started = time.monotonic()
-        code = self.process.wait(60)
-        self._reader.join(10)
-        return code, time.monotonic() - started
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 @pytest.fixture
@@ -88,9 +37,7 @@ def commands() -> Iterator[list[Command]]:
 
 
 def serve(commands: list[Command], *words: str) -> Command:
-    command = Command(
-        "--ckpt", str(CKPT), "--tokenizer", str(TOKENIZER), "--port", "0", "--max-running", "8", *words
-    )
+    command = Command("--ckpt", str(CKPT), "--tokenizer", str(TOKENIZER), "--port", "0", "--max-running", "8", *words)
     commands.append(command)
     return command
 
@@ -148,9 +95,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 def test_a_padded_megatron_checkpoint_answers_the_same_whole_streamed_and_by_ids(
     server: httpx.Client,
 ) -> None:
-    whole = post(
-        server, text="hello there", sampling_params=GREEDY, return_logprob=True, return_prompt_token_ids=True
-    )
+    whole = post(server, text="hello there", sampling_params=GREEDY, return_logprob=True, return_prompt_token_ids=True)
     parts = streamed(server, text="hello there", sampling_params=GREEDY, return_logprob=True)
     assert "".join(part["text"] for part in parts) == whole["text"]
     assert [token for part in parts for token in part["output_ids"]] == whole["output_ids"]
@@ -178,9 +123,7 @@ def test_sixty_four_at_once_answer_as_they_do_alone_and_no_block_is_lost(server:
 
     def one(number: int) -> str:
         if number % 2:
-            return "".join(
-                part["text"] for part in streamed(server, text=prompts[number], sampling_params=GREEDY)
-            )
+            return "".join(part["text"] for part in streamed(server, text=prompts[number], sampling_params=GREEDY))
         return str(post(server, text=prompts[number], sampling_params=GREEDY)["text"])
 
     with ThreadPoolExecutor(64) as pool:
@@ -337,9 +280,7 @@ def test_the_engine_ends_when_the_server_is_killed(commands: list[Command]) -> N
     worker = child_of(command.process.pid)
     command.process.kill()
     until(
-        lambda: (
-            not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
-        ),
+        lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2],
         5,
     )
 
@@ -359,9 +300,7 @@ def fail(*words: str) -> tuple[int, str]:
     for word in words:
         if word.startswith("/"):
             text = text.replace(word, "/PATH")
-    return ran.returncode, re.sub(
-        r"\d+(\.\d+)? [GM]iB", "N GiB", re.sub(r"pid \d+ \(.*\)", "pid N (WHO)", text)
-    )
+    return ran.returncode, re.sub(r"\d+(\.\d+)? [GM]iB", "N GiB", re.sub(r"pid \d+ \(.*\)", "pid N (WHO)", text))
 
 
 def test_each_failure_to_start_reads_as_committed(tmp_path: Path) -> None:
@@ -400,10 +339,6 @@ def test_each_failure_to_start_reads_as_committed(tmp_path: Path) -> None:
         written = []
         for name, words in cases.items():
             code, text = fail(*words)
-            text = (
-                text.replace(str(port + 1), "PORT+1")
-                .replace(str(port), "PORT")
-                .replace(str(tmp_path), "/TMP")
-            )
+            text = text.replace(str(port + 1), "PORT+1").replace(str(port), "PORT").replace(str(tmp_path), "/TMP")
             written.append(f"# {name}: exit {code}\n{text}")
-    assert "\n".join(written) == (GOLDEN / "start-failures.txt").read_text()
+    same_as_golden("start-failures.txt", "\n".join(written))

@@ -45,9 +45,7 @@ def logical_truth(stored: dict[str, Tensor], config: dict[str, Any]) -> dict[str
     result = dict(top_tensors(stored))
     for layer in range(config["num_layers"]):
         parts = {
-            key.removeprefix("decoder.layers."): value[layer]
-            for key, value in stored.items()
-            if ".layers." in key
+            key.removeprefix("decoder.layers."): value[layer] for key, value in stored.items() if ".layers." in key
         }
         for name, value in layer_tensors(parts, config):
             result[f"model.layers.{layer}.{name}"] = value
@@ -129,8 +127,7 @@ def test_every_fixture_is_described_as_its_manifest_says(folder: Path) -> None:
     assert facts.saved.ep == (manifest["ep"] or 1)
     padded = {unnumbered(p.key): p.stored_rows - p.real_rows for p in facts.padding}
     said_padded = {
-        unnumbered(key): rows
-        * (1 if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else manifest["tp"])
+        unnumbered(key): rows * (1 if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else manifest["tp"])
         for key, rows in manifest["pad_rows_per_tp_rank"].items()
     }
     assert said_padded.items() <= padded.items()
