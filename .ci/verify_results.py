@@ -33,12 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 when the run holds, 1 when it does not (each fault on a line of its own)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("junit", type=Path)
-    parser.add_argument(
-        "--tests", type=Path, required=True, help="the folder whose test_*.py must all have run"
-    )
-    parser.add_argument(
-        "--more-than", type=int, required=True, metavar="N", help="more tests than this must have run"
-    )
+    parser.add_argument("--tests", type=Path, required=True, help="the folder whose test_*.py must all have run")
+    parser.add_argument("--more-than", type=int, required=True, metavar="N", help="more tests than this must have run")
     options = parser.parse_args(argv)
 
     try:

@@ -168,9 +168,7 @@ def _check_shards(shards: Sequence[Shard], shapes: Mapping[str, Shape], problems
             if shape is None:
                 problems.add(f"{shard.key}: it holds {span.name}, which this model does not have")
             elif not span.logical.inside(shape):
-                problems.add(
-                    f"{shard.key}: {span.logical} lies outside {span.name}", ("its shape", str(list(shape)))
-                )
+                problems.add(f"{shard.key}: {span.logical} lies outside {span.name}", ("its shape", str(list(shape))))
             if not span.local.inside(shard.shape):
                 problems.add(
                     f"{shard.key}: {span.local} of {span.name} lies outside the shard",
@@ -266,9 +264,7 @@ class _SpanIndex:
         if not self.starts:
             return self.spans
         first, size = want.logical.start[self.axis], want.logical.shape[self.axis]
-        return self.spans[
-            bisect_right(self.starts, first - self.longest) : bisect_left(self.starts, first + size)
-        ]
+        return self.spans[bisect_right(self.starts, first - self.longest) : bisect_left(self.starts, first + size)]
 
 
 def _check_dtypes(plan: RefitPlan, problems: _Problems) -> None:
