@@ -17,16 +17,8 @@ from gtp_serve.config import ModelConfig
 from gtp_serve.errors import CheckpointCorrupt, PickleRefused
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.layout.megatron import OUTPUT_LAYER, StoredName
-from gtp_serve.layout.megatron_read import (
-    DeclaredGrid,
-    Padding,
-    Piece,
-    SavedLayout,
-    StoredTensor,
-    detect_layout,
-    map_tensors,
-    parse_keys,
-)
+from gtp_serve.layout.megatron_grid import DeclaredGrid, SavedLayout, StoredTensor, detect_layout
+from gtp_serve.layout.megatron_read import Padding, Piece, map_tensors, parse_keys
 from gtp_serve.layout.spans import Shard
 from gtp_serve.loaders.common_state import CommonState, SavedSizes, common_state, saved_sizes
 from gtp_serve.loaders.facts import Facts, SavedGrid, SavedOverrides, TensorPadding

@@ -12,7 +12,7 @@ from gtp_serve.config import DTYPE_BYTES, DType, ModelConfig
 from gtp_serve.errors import CheckpointCorrupt, LayoutMismatch, UnsupportedModel
 from gtp_serve.layout.gtp import alignments
 from gtp_serve.layout.megatron import OUTPUT_LAYER, WORD_EMBEDDINGS, StoredName
-from gtp_serve.layout.megatron_read import SavedLayout
+from gtp_serve.layout.megatron_grid import SavedLayout
 from gtp_serve.loaders.limits import check_limits
 from gtp_serve.loaders.megatron_args import (
     SavedArgs,

@@ -9,70 +9,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
 from gtp_serve.engine.limits import (
-    MAX_BIAS,
-    MAX_BIASED,
-    MAX_CHOICES,
-    MAX_GRAMMAR_CHARS,
     MAX_LISTED,
     MAX_SALT_CHARS,
 )
 from gtp_serve.errors import RequestRejected
-from gtp_serve.request import Grammar, LogprobOptions
+from gtp_serve.request import LogprobOptions
+from gtp_serve.server.sampling_fields import Sampling, read_sampling, read_token_ids
 from gtp_serve.server.schemas import (
     AT_DEFAULT,
     CALL,
     CALL_NUMBERS,
     EACH,
     KNOWN_CALL,
-    KNOWN_SAMPLING,
     MAX_RID_CHARS,
     MAX_SEQUENCES,
-    MAX_STOP_CHARS,
-    MAX_STOP_IDS,
-    MAX_STOPS,
     MAX_TEXT_CHARS,
-    MAX_TOKENS,
-    SAMPLING,
-    SAMPLING_AT_DEFAULT,
     Number,
     check_names,
     describe,
     read_number,
 )
 
-ANY_JSON_OBJECT = "$$ANY$$"
 """As ``json_schema``: SGLang's name for any JSON object."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """``sampling_params`` of one prompt, checked.  Field names are the table's."""
-
-    max_new_tokens: int
-    max_is_default: bool
-    """The client did not say, so the context may shorten it."""
-    min_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    sampling_seed: int | None
-    n: int
-    ignore_eos: bool
-    skip_special_tokens: bool
-    no_stop_trim: bool
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    logit_bias: tuple[tuple[int, float], ...]
-    """(token id, bias), ascending."""
-    grammar: Grammar | None
-    """As given: not compiled yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +77,7 @@ def parse_call(body: Mapping[str, Any], new_rid: Callable[[], str]) -> Call:
     flags = {name: read_number(body, name, field, "") for name, field in (CALL | CALL_NUMBERS).items()}
     texts, ids, is_list = _read_prompts(body)
     count = len(texts or ids or ())
-    sampling = _read_sampling(body.get("sampling_params", {}), count, is_list)
+    sampling = read_sampling(body.get("sampling_params", {}), count, is_list)
     stream = _read_stream(body.get("stream", False))
     several = is_list or any(one.n > 1 for one in sampling)
     total = sum(one.n for one in sampling)
@@ -208,92 +167,8 @@ def _read_ids(prompts: list[Any], is_list: bool) -> list[tuple[int, ...]]:
             raise RequestRejected(f"{param} must be a list of token ids, not {describe(ids)}", param=param)
         if not ids:
             raise RequestRejected(f"{param} has no tokens", code="empty-prompt", param=param)
-        result.append(_read_token_ids(ids, param))
+        result.append(read_token_ids(ids, param))
     return result
-
-
-def _read_token_ids(ids: list[Any], param: str) -> tuple[int, ...]:
-    if set(map(type, ids)) - {int}:
-        at = next(index for index, value in enumerate(ids) if type(value) is not int)
-        raise RequestRejected(f"{param}[{at}] must be a token id, not {describe(ids[at])}", param=param)
-    if ids and (min(ids) < 0 or max(ids) > MAX_TOKENS):
-        at = next(index for index, value in enumerate(ids) if not 0 <= value <= MAX_TOKENS)
-        raise RequestRejected(f"{param}[{at}] is {ids[at]}, which is no token id", code="bad-token-id", param=param)
-    return tuple(ids)
-
-
-def _read_sampling(given: Any, count: int, is_list: bool) -> list[Sampling]:
-    if isinstance(given, list):
-        if not is_list or len(given) != count:
-            raise RequestRejected(
-                "sampling_params as a list needs one object for each prompt of a list",
-                [("saw", f"{len(given)} for {count}")],
-                param="sampling_params",
-            )
-        return [_read_one_sampling(one, f"sampling_params[{index}].") for index, one in enumerate(given)]
-    return [_read_one_sampling(given, "sampling_params.")] * count
-
-
-def _read_one_sampling(given: Any, prefix: str) -> Sampling:
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise RequestRejected(f"{prefix[:-1]} must be an object, not {describe(given)}", param=prefix[:-1])
-    check_names(given, KNOWN_SAMPLING, prefix, SAMPLING_AT_DEFAULT)
-    given = _rename_seed(given, prefix)
-    values: dict[str, Any] = {name: read_number(given, name, field, prefix) for name, field in SAMPLING.items()}
-    if values["min_new_tokens"] > values["max_new_tokens"]:
-        least, most = values["min_new_tokens"], values["max_new_tokens"]
-        raise RequestRejected(
-            f"{prefix}min_new_tokens {least} is more than max_new_tokens {most}",
-            param=f"{prefix}min_new_tokens",
-        )
-    return Sampling(
-        max_is_default=given.get("max_new_tokens") is None,
-        stop=_read_stops(given.get("stop"), f"{prefix}stop"),
-        stop_token_ids=_read_stop_ids(given.get("stop_token_ids"), f"{prefix}stop_token_ids"),
-        logit_bias=_read_bias(given.get("logit_bias"), f"{prefix}logit_bias"),
-        grammar=_read_grammar(given, prefix),
-        **values,
-    )
-
-
-def _rename_seed(given: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """``seed`` is taken for ``sampling_seed``."""
-    if given.get("seed") is None:
-        return given
-    if given.get("sampling_seed") is not None:
-        raise RequestRejected("give either seed or sampling_seed, not both", param=f"{prefix}seed")
-    read_number(given, "seed", SAMPLING["sampling_seed"], prefix)
-    return {**given, "sampling_seed": given["seed"]}
-
-
-def _read_stops(value: Any, param: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RequestRejected(f"{param} must be a string or a list of strings", param=param)
-    if len(stops) > MAX_STOPS:
-        raise RequestRejected(f"{param} has {len(stops)} strings", [("possible", f"up to {MAX_STOPS}")], param=param)
-    for stop in stops:
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise RequestRejected(
-                f"{param} has a string of {len(stop)} characters",
-                [("possible", f"1 to {MAX_STOP_CHARS}")],
-                param=param,
-            )
-    return tuple(stops)
-
-
-def _read_stop_ids(value: Any, param: str) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise RequestRejected(f"{param} must be a list of token ids, not {describe(value)}", param=param)
-    if len(value) > MAX_STOP_IDS:
-        raise RequestRejected(f"{param} has {len(value)} ids", [("possible", f"up to {MAX_STOP_IDS}")], param=param)
-    return _read_token_ids(value, param)
 
 
 def _read_stream(value: Any) -> Literal[False, "cumulative", "delta"]:
@@ -302,74 +177,6 @@ def _read_stream(value: Any) -> Literal[False, "cumulative", "delta"]:
     if value == "delta":
         return "delta"
     raise RequestRejected(f'stream must be true, false or "delta", not {describe(value)}', param="stream")
-
-
-def _read_bias(value: Any, param: str) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise RequestRejected(f"{param} must be an object of token ids, not {describe(value)}", param=param)
-    if len(value) > MAX_BIASED:
-        raise RequestRejected(f"{param} has {len(value)} ids", [("possible", f"up to {MAX_BIASED}")], param=param)
-    found: dict[int, float] = {}
-    for name, bias in value.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_TOKENS):
-            raise RequestRejected(f"{param} has '{name[:40]}', which is no token id", code="bad-token-id", param=param)
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise RequestRejected(
-                f"{param} of {int(name)} must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {describe(bias)}",
-                param=param,
-            )
-        found[int(name)] = float(bias)
-    return tuple(sorted(found.items()))
-
-
-def _read_grammar(given: Mapping[str, Any], prefix: str) -> Grammar | None:
-    """The one grammar that the output must match."""
-    names = [name for name in ("json_schema", "regex", "ebnf", "choice") if given.get(name) is not None]
-    if len(names) > 1:
-        raise RequestRejected(
-            f"give only one of {prefix}{' and '.join(names)}", code="bad-grammar", param=f"{prefix}{names[1]}"
-        )
-    if not names:
-        return None
-    name, value = names[0], given[names[0]]
-    param = f"{prefix}{name}"
-    if name == "choice":
-        return _read_choice(value, param)
-    if name == "json_schema" and isinstance(value, dict):
-        value = _as_json(value, param)
-    if not isinstance(value, str) or not value:
-        wanted = "an object or a string" if name == "json_schema" else "a string"
-        raise RequestRejected(f"{param} must be {wanted} that is not empty", param=param)
-    if len(value) > MAX_GRAMMAR_CHARS:
-        raise RequestRejected(
-            f"{param} has {len(value)} characters",
-            [("possible", f"up to {MAX_GRAMMAR_CHARS}")],
-            code="bad-grammar",
-            param=param,
-        )
-    if name == "json_schema":
-        any_object = value == ANY_JSON_OBJECT
-        return Grammar(kind="json_object") if any_object else Grammar(kind="json_schema", text=value)
-    return Grammar(kind="regex" if name == "regex" else "lark", text=value)
-
-
-def _as_json(value: dict[str, Any], param: str) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except (orjson.JSONEncodeError, RecursionError):
-        raise RequestRejected(f"{param} is nested too deeply", code="bad-grammar", param=param) from None
-
-
-def _read_choice(value: Any, param: str) -> Grammar:
-    if (
-        not isinstance(value, list)
-        or not 1 <= len(value) <= MAX_CHOICES
-        or not all(isinstance(one, str) and one for one in value)
-    ):
-        raise RequestRejected(f"{param} must be a list of 1 to {MAX_CHOICES} strings", param=param)
-    return Grammar(kind="choice", text=orjson.dumps(value).decode())
 
 
 def _read_salt(body: Mapping[str, Any]) -> str:
@@ -441,7 +248,7 @@ def _read_listed(value: Any, count: int, is_list: bool) -> list[tuple[int, ...]]
         listed: list[Any] = ids or []
         if len(listed) > MAX_LISTED:
             raise RequestRejected(f"{param} has {len(listed)} ids", [("possible", f"up to {MAX_LISTED}")], param=param)
-        found.append(_read_token_ids(listed, param))
+        found.append(read_token_ids(listed, param))
     return found if each else found * count
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from gtp_serve.engine.limits import check_options
 from gtp_serve.errors import PromptTooLong, RequestRejected
 from gtp_serve.request import Grammar, Request, SamplingParams
-from gtp_serve.server.calls import Call, Prompt, Sampling
+from gtp_serve.server.calls import Call, Prompt
 from gtp_serve.server.reply import Reply
+from gtp_serve.server.sampling_fields import Sampling
 from gtp_serve.server.schemas import MAX_SEED
 from gtp_serve.server.state import Serving
 from gtp_serve.text import TextTokenizer, special_stops

@@ -12,15 +12,8 @@ from gtp_serve.config import ModelConfig, MoeConfig
 from gtp_serve.errors import LayoutMismatch, UsageError
 from gtp_serve.layout.gtp import Grid, alignments, pad_rows, real_rows, shard_rows
 from gtp_serve.layout.huggingface import logical_name, logical_tensors, stored_name
-from gtp_serve.layout.megatron_read import (
-    DeclaredGrid,
-    Padding,
-    Piece,
-    StoredTensor,
-    detect_layout,
-    map_tensors,
-    parse_keys,
-)
+from gtp_serve.layout.megatron_grid import DeclaredGrid, StoredTensor, detect_layout
+from gtp_serve.layout.megatron_read import Padding, Piece, map_tensors, parse_keys
 from gtp_serve.layout.megatron_save import SavedTensor, plan_save
 from gtp_serve.layout.spans import Box, Shard, check_coverage
 

@@ -10,7 +10,8 @@ from gtp_serve.config import ModelConfig, MoeConfig
 from gtp_serve.errors import LayoutMismatch, UsageError
 from gtp_serve.layout.gtp import Grid, alignment_for, pad_rows, shard_rows
 from gtp_serve.layout.megatron import LAYER_RULES, full_rows, number_layers, padded_rows, parse_key
-from gtp_serve.layout.megatron_read import DeclaredGrid, StoredTensor, detect_layout, map_tensors, parse_keys
+from gtp_serve.layout.megatron_grid import DeclaredGrid, StoredTensor, detect_layout
+from gtp_serve.layout.megatron_read import map_tensors, parse_keys
 from gtp_serve.layout.megatron_save import plan_save
 from gtp_serve.layout.rows import Rows
 from gtp_serve.layout.spans import Box
