@@ -56,8 +56,11 @@ def join_group(meeting: Meeting, device: str) -> GroupCollective:
     """
     rank, size = meeting.rank, meeting.size
     form = timedelta(seconds=meeting.form_seconds)
+    # torch opens the path once more, locks the file and writes to it when the group is destroyed, whenever that is.
+    # So the descriptor in the path must never come to mean another file: this one is not closed while we live.
+    place = os.dup(meeting.descriptor)
     try:
-        store = _DIST.FileStore(f"/proc/self/fd/{meeting.descriptor}", size)
+        store = _DIST.FileStore(f"/proc/self/fd/{place}", size)
         store.set_timeout(form)
         group, abort = (_nccl if device == "cuda" else _gloo)(store, rank, size, form)
         group._set_default_timeout(timedelta(seconds=meeting.step_seconds))
