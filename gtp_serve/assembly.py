@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.engine import Engine
@@ -20,6 +21,7 @@ from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import Checkpoint
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.choice import choose_ops
+from gtp_serve.ops.greedy import Greedy
 from gtp_serve.refit.apply import apply_plan
 from gtp_serve.refit.plan import build_plan
 from gtp_serve.request import Request, SamplingParams, TokenEvent
@@ -115,6 +117,11 @@ def with_graphs(
         graphs.capture_next()
 
     return graphs, capture_one
+
+
+def greedy_choice(config: EngineConfig, decoder: Decoder) -> Callable[[Tensor, int], Greedy] | None:
+    """The device's own way to choose in all-greedy steps; None where every step must choose by the same operations."""
+    return decoder.placement.ops.greedy if config.device == "cuda" and not config.deterministic else None
 
 
 def first_token(engine: Engine, prompt: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder, with_graphs
+from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder, greedy_choice, with_graphs
 from gtp_serve.budget import plan_memory
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.engine import Engine
@@ -101,4 +101,5 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompil
         fill_decoder(decoder, checkpoint, threads=torch.get_num_threads(), progress=bar.show)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
-    return Engine(config, ModelRunner(model, pool, config, grammars=grammars), check=between_steps)
+    runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy_choice(config, decoder))
+    return Engine(config, runner, check=between_steps)

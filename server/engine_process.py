@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch
 
-from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder, first_token, with_graphs
+from gtp_serve.assembly import (
+    build_pool,
+    check_device,
+    empty_decoder,
+    fill_decoder,
+    first_token,
+    greedy_choice,
+    with_graphs,
+)
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.collective import GroupCollective, join_group
 from gtp_serve.engine.engine import Engine
@@ -112,10 +120,11 @@ def _build_engine(
     leader: Leader | None,
     grammars: GrammarCompiler | None,
 ) -> Engine:
+    greedy = greedy_choice(config, decoder)
     if leader is None:
         model, between_steps = with_graphs(config, decoder, pool)
-        return Engine(config, ModelRunner(model, pool, config, grammars=grammars), check=between_steps)
-    runner = ModelRunner(decoder, pool, config, together=leader.step, grammars=grammars)
+        return Engine(config, ModelRunner(model, pool, config, grammars=grammars, greedy=greedy), check=between_steps)
+    runner = ModelRunner(decoder, pool, config, together=leader.step, grammars=grammars, greedy=greedy)
     return Engine(config, runner, check=leader.check)
 
 

@@ -20,6 +20,7 @@ from gtp_serve.engine.sampler import PendingTokens, Sampler
 from gtp_serve.engine.step import StepPlan
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps
+from gtp_serve.ops.greedy import Greedy
 
 
 class ForwardPass(Protocol):
@@ -37,6 +38,7 @@ class ModelRunner:
 
     :param together: entered around each forward pass, when its inputs are built: it tells the other ranks.
     :param grammars: compiles grammars for the model's tokenizer, if it has one.
+    :param greedy: see ``Sampler``.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class ModelRunner:
         *,
         together: Callable[[StepPlan], AbstractContextManager[None]] = lambda plan: nullcontext(),
         grammars: GrammarCompiler | None = None,
+        greedy: Callable[[Tensor, int], Greedy] | None = None,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._config = config
         self._together = together
-        self._sampler = Sampler(vocab_size=config.model.vocab_size, device=config.device, grammars=grammars)
+        self._sampler = Sampler(
+            vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy
+        )
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, taps: Taps | None = None) -> Tensor:

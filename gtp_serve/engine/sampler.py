@@ -7,7 +7,7 @@ device; ``Pending.wait`` brings everything to the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -32,9 +32,10 @@ from gtp_serve.engine.step import (
     TokenDetails,
 )
 from gtp_serve.ops.batch import Taps
+from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.logprobs import DetailRows, PromptLogprobs
 from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
-from gtp_serve.ops.sampling import Sampled, SamplingRows, drawn_from, sample
+from gtp_serve.ops.sampling import GREEDY_BELOW, Sampled, SamplingRows, drawn_from, sample
 from gtp_serve.request import LogprobOptions
 
 _COMPILE_WAIT_SECONDS = 0.05
@@ -99,10 +100,20 @@ class Sampler:
     """Samples for the sequences of one engine, and keeps what their shaping needs while they live.
 
     :param grammars: None: a sequence with a grammar is a dead end.
+    :param greedy: chooses in a step where every row is greedy and nothing else is asked of the logits; its
+        log-probabilities may differ in the last bits from those of other steps.
     """
 
-    def __init__(self, *, vocab_size: int, device: str | torch.device, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        device: str | torch.device,
+        grammars: GrammarCompiler | None = None,
+        greedy: Callable[[Tensor, int], Greedy] | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._greedy = greedy
         self._device = torch.device(device)
         self._grammars = grammars
         self._counts = TokenCounts(vocab_size, device)
@@ -133,6 +144,8 @@ class Sampler:
 
         :param logits: of the plan's samplers.
         """
+        if self._greedy is not None and all(map(_only_greedy, prepared.specs)):
+            return PendingTokens(prepared, self._greedy(logits, self._vocab_size), None, None)
         masks = None if prepared.masks is None else prepared.masks.result()
         rows = build_rows(prepared.plan)
         shaped = any(spec.shaping is not None for spec in prepared.specs)
@@ -261,6 +274,12 @@ class Sampler:
         return history.bias_ids, history.bias_values
 
 
+def _only_greedy(spec: SampleSpec) -> bool:
+    asks = spec.logprobs
+    details = asks is not None and (asks.top_n or asks.token_ids or asks.processed)
+    return spec.temperature < GREEDY_BELOW and spec.shaping is None and not spec.banned and not details
+
+
 def _has_penalty(shaping: Shaping | None) -> bool:
     if shaping is None:
         return False
@@ -319,7 +338,9 @@ class _Details:
 class PendingTokens:
     """A step's result that the device may still be working on."""
 
-    def __init__(self, prepared: Prepared, sampled: Sampled, details: _Details | None, masks: _Masks | None) -> None:
+    def __init__(
+        self, prepared: Prepared, sampled: Sampled | Greedy, details: _Details | None, masks: _Masks | None
+    ) -> None:
         self._plan, self._scores, self._routes = prepared.plan, prepared.scores, prepared.routes
         self._token_ids_S = torch.where(sampled.finite_S, sampled.token_ids_S, NO_TOKEN)
         self._logprobs_S = sampled.logprobs_S

@@ -14,6 +14,7 @@ from sampling_twin import Choice, choose, shaped
 
 from gtp_serve.engine.sampler import Sampler
 from gtp_serve.engine.step import NO_TOKEN, SampleSpec, ScoreSpec, Shaping, StepItem, StepPlan, StepResult
+from gtp_serve.ops.greedy import Greedy, greedy
 from gtp_serve.request import LogprobOptions, SamplingParams
 
 torch.set_num_threads(1)
@@ -253,3 +254,24 @@ def test_prompt_log_probabilities_come_in_pieces_and_in_the_order_of_the_rows() 
     assert (third.top, third.listed) == ((), ())
     assert [one for (one,) in second.listed] == pytest.approx([float(want[0, 3]), float(want[1, 3])])
     assert [token for token, _ in second.top[0]] == want[0].topk(2).indices.tolist()
+
+
+def test_a_devices_own_greedy_choice_serves_steps_that_are_all_greedy_and_no_others() -> None:
+    calls: list[int] = []
+
+    def counted(logits: torch.Tensor, vocab_size: int) -> Greedy:
+        calls.append(len(logits))
+        return greedy(logits, vocab_size)
+
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    logits[1, 7] = torch.inf
+    sure = spec_of(SamplingParams(temperature=0.0), None)
+    drawn = spec_of(SamplingParams(temperature=1.0), None, seed=3)
+    both = [Sampler(vocab_size=40, device="cpu", greedy=choice) for choice in (None, counted)]
+
+    plain, quick = (run(sampler, [sure, sure, sure], logits) for sampler in both)
+    assert (calls, quick.token_ids) == ([3], plain.token_ids)
+    assert quick.token_ids[1] == NO_TOKEN
+    assert [quick.logprobs[i] for i in (0, 2)] == pytest.approx([plain.logprobs[i] for i in (0, 2)], abs=1e-5)
+    assert run(both[1], [sure, sure, drawn], logits) == run(both[0], [sure, sure, drawn], logits)
+    assert calls == [3]
