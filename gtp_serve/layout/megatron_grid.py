@@ -54,6 +54,8 @@ class SpaceLayout:
     tp: int
     gtp: int
     kind: Kind
+    fc1_permuted: bool
+    """Gated fc1 rows lie in the order that padded GTP saving leaves them in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ class SavedLayout:
     @property
     def fc1_permuted(self) -> bool:
         """Whether gated fc1 rows lie in the order that padded GTP saving leaves them in."""
-        return self.kind == "padded"
+        return self.dense.fc1_permuted or (self.expert is not None and self.expert.fc1_permuted)
 
     def space(self, space: Space) -> SpaceLayout:
         """Layout of one space; a dense model has no expert space."""
@@ -92,12 +94,14 @@ def detect_layout(
     :raises LayoutMismatch: when grid, declared sizes and model contradict one another.
     """
     found = {key: (name.rule, tensors[key]) for key, name in names.items()}
-    dense = _detect_space("dense", found, config, declared)
+    expert = _detect_space("expert", found, config, declared, "logical")
+    # Dense weights of a MoE model may be such that both layouts are the same numbers; experts always tell.
+    dense = _detect_space("dense", found, config, declared, expert.kind if expert and expert.gtp > 1 else "logical")
     if dense is None:
         raise LayoutMismatch(
             "the checkpoint has no attention projection (linear_proj)", [("needed", "a decoder's weights")]
         )
-    saved = SavedLayout(dense=dense, expert=_detect_space("expert", found, config, declared))
+    saved = SavedLayout(dense=dense, expert=expert)
     kinds = {saved.dense.kind, saved.expert.kind if saved.expert else "plain"}
     if {"padded", "logical"} <= kinds:
         raise LayoutMismatch(
@@ -108,8 +112,16 @@ def detect_layout(
 
 
 def _detect_space(
-    space: Space, found: Mapping[str, tuple[Rule, StoredTensor]], config: ModelConfig, declared: DeclaredGrid
+    space: Space,
+    found: Mapping[str, tuple[Rule, StoredTensor]],
+    config: ModelConfig,
+    declared: DeclaredGrid,
+    otherwise: Kind,
 ) -> SpaceLayout | None:
+    """How the dense weights or the experts were saved; None when there are none.
+
+    :param otherwise: the layout to take where the grid is the same in both.
+    """
     here = {key: pair for key, pair in found.items() if pair[0].space == space and pair[0].gtp}
     by_rows = {key: tensor for key, (rule, tensor) in here.items() if rule.cut == "row"}
     if not by_rows:
@@ -128,14 +140,14 @@ def _detect_space(
     _refuse_more_cuts(cuts, gtp, prefix)
     if gtp == 1:
         _check_plain(here, tp)
-        return SpaceLayout(tp, 1, "plain")
-    kind = _padded_or_logical(here, config, tp, gtp)
+        return SpaceLayout(tp, 1, "plain", fc1_permuted=False)
+    kind = _padded_or_logical(here, config, tp, gtp) or otherwise
     if kind == "padded":
         short = {key: n for key, n in cuts.items() if n != gtp}
         if short:
             key, n = next(iter(short.items()))
             raise LayoutMismatch(f"{key} is cut into {n} row shards, but the {prefix}GTP size is {gtp}")
-    return SpaceLayout(tp, gtp, kind)
+    return SpaceLayout(tp, gtp, kind, fc1_permuted=kind == "padded" and bool(_fc1_cuts(here)))
 
 
 def _refuse_more_cuts(cuts: Mapping[str, int], gtp: int, prefix: str) -> None:
@@ -178,7 +190,9 @@ def _check_plain(here: Mapping[str, tuple[Rule, StoredTensor]], tp: int) -> None
             )
 
 
-def _padded_or_logical(here: Mapping[str, tuple[Rule, StoredTensor]], config: ModelConfig, tp: int, gtp: int) -> Kind:
+def _padded_or_logical(
+    here: Mapping[str, tuple[Rule, StoredTensor]], config: ModelConfig, tp: int, gtp: int
+) -> Kind | None:
     kinds: dict[str, Kind] = {}
     for key, cuts in _fc1_cuts(here).items():
         if cuts not in (2 * tp * gtp, 2 * tp):
@@ -193,10 +207,9 @@ def _padded_or_logical(here: Mapping[str, tuple[Rule, StoredTensor]], config: Mo
             )
         kinds[key] = "padded" if cuts == 2 * tp * gtp else "logical"
     if not kinds:
-        # No gated projection in this space: only rows beyond the real ones can tell, and without any both
-        # layouts are the same numbers.
+        # No gated projection in this space: only rows beyond the real ones can tell.
         grown = any((shape := full_shape(r, config)) and t.shape[-2] > shape[0] for r, t in here.values())
-        return "padded" if grown else "logical"
+        return "padded" if grown else None
     if len(set(kinds.values())) > 1:
         raise LayoutMismatch(f"gated projections disagree on the layout: {kinds}", [("needed", "one layout")])
     return next(iter(kinds.values()))

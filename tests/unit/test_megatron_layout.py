@@ -192,3 +192,17 @@ def test_an_all_padding_shard_of_the_logical_layout_is_an_empty_chunk_once() -> 
 
     assert [(b.start[1], b.shape[1]) for b in boxes] == [(0, 32), (32, 32), (64, 0)]
     assert Box((0, 64, 0), (1, 0, 64)) in boxes
+
+
+def test_dense_weights_that_fit_both_layouts_follow_the_experts() -> None:
+    """At alignment 1 nothing dense is padded here, and without a gated projection the grid is the same in both."""
+    moe = replace(LLAMA, ffn_size=0, moe=MoeConfig(num_experts=2, top_k=1, ffn_size=96))
+    grid = Grid(gtp=2, egtp=2, alignment=1)
+
+    for layout in ("padded", "logical"):
+        tensors = stored(moe, grid, layout)
+        saved = detect_layout(tensors, parse_keys(tensors), moe, DeclaredGrid())
+
+        assert (saved.dense.kind, saved.kind, saved.fc1_permuted) == (layout, layout, layout == "padded")
+    alone = detect_layout(tensors := stored(moe, replace(grid, egtp=1)), parse_keys(tensors), moe, DeclaredGrid(egtp=1))
+    assert not alone.fc1_permuted
