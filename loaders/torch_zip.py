@@ -11,9 +11,10 @@ import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeGuard
 
-from gtp_serve.errors import CheckpointCorrupt, UnsupportedModel
+from gtp_serve.errors import CheckpointCorrupt, CheckpointError, UnsupportedModel
 from gtp_serve.loaders.pickle_names import STORAGE_DTYPES
 from gtp_serve.loaders.pickle_values import Name, Persistent, Record
 from gtp_serve.loaders.pickles import read_pickle
@@ -161,7 +162,7 @@ def tensor_bytes(data: memoryview, shape: tuple[int, ...], dtype: str, label: st
     """
     archive = Archive(data, label)
     archive.check_byte_order()
-    key, stored_dtype, numel, offset, stored_shape, strides = _described(archive.value(), label)
+    key, stored_dtype, numel, offset, stored_shape, strides = _description(archive, label)
     if stored_dtype != dtype or stored_shape != shape:
         raise CheckpointCorrupt(
             f"{label} holds {stored_dtype} {list(stored_shape)}",
@@ -184,7 +185,23 @@ def tensor_bytes(data: memoryview, shape: tuple[int, ...], dtype: str, label: st
     return storage[offset * width : (offset + count) * width]
 
 
-def _described(value: object, label: str) -> tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]:
+_Description = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def _description(archive: Archive, label: str) -> _Description:
+    """See ``_described``.  All layers' chunks of one weight are described by the same few bytes: read them once."""
+    try:
+        return _described_by(bytes(archive.member("data.pkl")))
+    except CheckpointError:
+        return _described(archive.value(), label)  # again, to say where
+
+
+@lru_cache(maxsize=256)
+def _described_by(pickled: bytes) -> _Description:
+    return _described(read_pickle(pickled, "a tensor", persistent=True), "a tensor")
+
+
+def _described(value: object, label: str) -> _Description:
     """(storage key, dtype, elements in the storage, offset, shape, strides) of a pickled tensor."""
     if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter" and value.args:
         value = value.args[0]
