@@ -57,11 +57,6 @@ class IndexedTensor:
     dtype: str
     chunks: tuple[Chunk, ...]
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of all its chunks."""
-        return sum(chunk.box.volume for chunk in self.chunks)
-
 
 @dataclass(frozen=True, slots=True)
 class Index:

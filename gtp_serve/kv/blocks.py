@@ -10,18 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from gtp_serve.config import DTYPE_BYTES, CacheConfig, DType, ModelConfig
+from gtp_serve.config import CacheConfig
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold this many tokens."""
     return -(-num_tokens // block_size)
-
-
-def bytes_per_block(model: ModelConfig, *, block_size: int, dtype: DType, tp: int = 1) -> int:
-    """Bytes of one block over all layers, K and V together, on one of ``tp`` ranks."""
-    kv_heads = max(1, model.num_kv_heads // tp)
-    return 2 * model.num_layers * block_size * kv_heads * model.head_dim * DTYPE_BYTES[dtype]
 
 
 def cache_tokens(cache: CacheConfig) -> int:

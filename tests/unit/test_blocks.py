@@ -8,8 +8,9 @@ import pytest
 import torch
 from fakes import TINY_MODEL
 
+from gtp_serve.budget import BLOCK_SIZE, block_bytes
 from gtp_serve.errors import DoesNotFit
-from gtp_serve.kv.blocks import BlockAllocator, blocks_for, bytes_per_block
+from gtp_serve.kv.blocks import BlockAllocator, blocks_for
 from gtp_serve.kv.pool import KVPool
 
 
@@ -85,11 +86,11 @@ def test_a_damaged_allocator_says_so() -> None:
         allocator.check_invariants()
 
 
-def test_the_pool_takes_what_bytes_per_block_says() -> None:
-    pool = make_pool(num_blocks=10)
+def test_the_pool_takes_what_the_budget_says() -> None:
+    pool = make_pool(num_blocks=10 * BLOCK_SIZE // 4)
 
     model = replace(TINY_MODEL, num_layers=3, head_dim=8)
-    assert pool.num_bytes == 10 * bytes_per_block(model, block_size=4, dtype="bfloat16")
+    assert pool.num_bytes == 10 * block_bytes(model, "bfloat16")
     assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
 
 
