@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gtp_serve.layout.spans import Shard
 from gtp_serve.loaders.files import FileViews
+from gtp_serve.refit.source import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class FileSource:
         """The shard's bytes inside the mapped file."""
         place = self._ranges[index]
         return self._views.view(place.path, place.start, place.length)
+
+    def read_into(self, index: int, rows: Sequence[Rows]) -> None:
+        """Read the shard's bytes to where they belong."""
+        place = self._ranges[index]
+        self._views.read_into(place.path, place.start, place.length, rows)
 
     def close(self) -> None:
         """Let go of the files."""

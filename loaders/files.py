@@ -1,8 +1,7 @@
 """Files of a checkpoint folder: which may be opened, how much of them is read, and views of their bytes.
 
 Rule for names found in files: one plain path component, a regular file, and (links followed) inside the
-folder's root.  Rule for sizes: whatever is read whole has a limit, whatever is mapped keeps the size it was
-checked with.
+folder's root.  Rule for sizes: whatever is read whole has a limit, and a file keeps the size it was checked with.
 """
 
 from __future__ import annotations
@@ -12,18 +11,21 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError
+from gtp_serve.loaders.scatter import scatter
+from gtp_serve.refit.source import Rows
 
 #: Largest JSON file that is read: configuration, tokenizer configuration, shard index.
 MAX_JSON_BYTES = 64 * 1024**2
-#: Files that are mapped at one time; those beyond are read piece by piece, so that a process does not run out
-#: of descriptors.
-MAX_MAPPED_FILES = 512
+#: Files that are mapped, and files that are open, at one time (a map has a descriptor too).  Those beyond are opened
+#: for each read, so that a process does not run out of descriptors.
+MAX_MAPPED_FILES = 256
+MAX_OPEN_FILES = 256
 
 _LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 _LFS_MAX_BYTES = 1024
@@ -165,11 +167,11 @@ def _head(path: Path, count: int) -> bytes:
 
 
 class FileViews:
-    """Byte ranges of a set of files, mapped where the system can and read otherwise.  Safe to use from
-    threads.
+    """Byte ranges of a set of files: copied to where they belong, or as views.  Safe to use from threads.
 
-    Maps are private copies-on-write: the views are writable, which is what a tensor library wants of a
-    buffer, and nothing that is written reaches the file.
+    Copies are made by reading, so a file that is cut short meanwhile ends in an error.  Views are of maps where the
+    system can; maps are private copies-on-write, which is what a tensor library wants of a buffer, and nothing that
+    is written reaches the file.
 
     :param sizes: each file with the size that its ranges were checked against.
     """
@@ -177,6 +179,7 @@ class FileViews:
     def __init__(self, sizes: Mapping[Path, int]) -> None:
         self._sizes = MappingProxyType(dict(sizes))
         self._maps: dict[Path, memoryview | None] = {}
+        self._files: dict[Path, _File] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -185,58 +188,108 @@ class FileViews:
 
         :raises CheckpointCorrupt: when the file has not that many bytes any more.
         """
-        size = self._sizes[path]
-        if start < 0 or length < 0 or start + length > size:
-            raise CheckpointCorrupt(f"{path} has {size} bytes, {start + length} are needed")
+        self._check(path, start, length)
         whole = self._whole(path)
-        return whole[start : start + length] if whole is not None else self._read(path, start, length)
+        return whole[start : start + length] if whole is not None else memoryview(self.read(path, start, length))
+
+    def read(self, path: Path, start: int, length: int) -> bytes:
+        """The same bytes, copied.
+
+        :raises CheckpointCorrupt: when the file has not that many bytes any more.
+        """
+        self._check(path, start, length)
+        file = self._file(path)
+        try:
+            data = os.pread(file.descriptor, length, start)
+            while len(data) < length:
+                more = os.pread(file.descriptor, length - len(data), start + len(data))
+                if not more:
+                    raise CheckpointCorrupt(f"{path} ends {length - len(data)} bytes early")
+                data += more
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+        return data
+
+    def read_into(self, path: Path, start: int, length: int, rows: Sequence[Rows]) -> None:
+        """Fill the rows' memory; ``Rows.start`` counts from byte ``start`` of the file.
+
+        :raises CheckpointCorrupt: when rows leave the range, or the file has not that many bytes any more.
+        """
+        self._check(path, start, length)
+        for row in rows:
+            if row.start < 0 or row.source_stride < 0 or row.end > length:
+                raise CheckpointCorrupt(
+                    f"{path} has {length} bytes of a tensor at byte {start}", [("needed", f"{row.end} bytes")]
+                )
+        file = self._file(path)  # kept by name: it is closed when nobody holds it
+        scatter(file.descriptor, str(path), start, rows)
 
     def close(self) -> None:
-        """Forget the maps; each is unmapped once no view of it is left."""
+        """Forget files and maps; each is let go of once nobody uses it."""
         with self._lock:
             self._closed = True
             self._maps.clear()
+            self._files.clear()
+
+    def _check(self, path: Path, start: int, length: int) -> None:
+        size = self._sizes[path]
+        if start < 0 or length < 0 or start + length > size:
+            raise CheckpointCorrupt(f"{path} has {size} bytes, {start + length} are needed")
 
     def _whole(self, path: Path) -> memoryview | None:
         with self._lock:
-            if self._closed:
-                raise CheckpointError("the checkpoint has been closed")
+            self._refuse_closed()
             if path not in self._maps:
                 crowded = sum(m is not None for m in self._maps.values()) >= MAX_MAPPED_FILES
                 self._maps[path] = None if crowded else self._map(path)
             return self._maps[path]
 
     def _map(self, path: Path) -> memoryview | None:
-        with self._open(path) as file:
-            for access in (mmap.ACCESS_COPY, mmap.ACCESS_READ):
-                try:
-                    return memoryview(mmap.mmap(file.fileno(), self._sizes[path], access=access))
-                except (OSError, ValueError):
-                    continue  # a file system without maps, or no address space left for a private one
+        file = _File(path, self._sizes[path])
+        for access in (mmap.ACCESS_COPY, mmap.ACCESS_READ):
+            try:
+                return memoryview(mmap.mmap(file.descriptor, self._sizes[path], access=access))
+            except (OSError, ValueError):
+                continue  # a file system without maps, or no address space left for a private one
         return None
 
-    def _read(self, path: Path, start: int, length: int) -> memoryview:
-        buffer = memoryview(bytearray(length))
-        with self._open(path) as file:
-            file.seek(start)
-            done = 0
-            while done < length:
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise CheckpointCorrupt(f"{path} ends {length - done} bytes early")
-                done += count
-        return buffer
+    def _file(self, path: Path) -> _File:
+        file = self._files.get(path)
+        if file is not None:
+            return file
+        with self._lock:
+            self._refuse_closed()
+            file = self._files.get(path)
+            if file is None:
+                file = _File(path, self._sizes[path])
+                if len(self._files) < MAX_OPEN_FILES:
+                    self._files[path] = file
+            return file
 
-    def _open(self, path: Path) -> Any:
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise CheckpointError("the checkpoint has been closed")
+
+
+class _File:
+    """An open file.  It is closed when the last reader lets go of it: its number must not become another file's
+    while one reads.
+
+    :raises CheckpointCorrupt: when it has another size than ``size``.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.descriptor = -1
         try:
-            file = path.open("rb", buffering=0)
-            size = os.fstat(file.fileno()).st_size
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            now = os.fstat(self.descriptor).st_size
         except OSError as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
-        if size != self._sizes[path]:
-            file.close()
+        if now != size:
             raise CheckpointCorrupt(
-                f"{path} has {size} bytes now",
-                [("expected", f"{self._sizes[path]} bytes, as when it was opened")],
+                f"{path} has {now} bytes now", [("expected", f"{size} bytes, as when it was opened")]
             )
-        return file
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)

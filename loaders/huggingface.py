@@ -21,7 +21,14 @@ from gtp_serve.loaders.facts import Facts
 from gtp_serve.loaders.file_source import FileRange, FileSource
 from gtp_serve.loaders.files import FileViews, child, read_json, shown
 from gtp_serve.loaders.hf_config import model_config
-from gtp_serve.loaders.safetensors_file import Header, StoredTensor, read_header
+from gtp_serve.loaders.safetensors_file import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    StoredTensor,
+    parse_header,
+    read_header,
+)
 from gtp_serve.loaders.whole_tensors import Found, check_complete
 
 CONFIG = "config.json"
@@ -83,6 +90,39 @@ def open_huggingface(folder: Path) -> OpenedFolder:
     return OpenedFolder(
         replace(config, dtype=_dtype(tensors)), _facts(config, source.shards(), notes, warnings), source
     )
+
+
+def open_stream(path: Path, size: int) -> FileSource:
+    """Open one safetensors file that lies in memory; whether it is of a certain model is the plan's to say.
+
+    :param path: a descriptor of this process, as a path.
+    :param size: bytes of the file.
+    :raises CheckpointError: naming the tensor where something does not fit.
+    """
+    views = FileViews({path: size})
+    try:
+        header = _header_in_memory(path, size, views)
+        tensors = {name: t for name, t in _by_name([header]).items() if not name.endswith(_IGNORED_ENDING)}
+        _check_types(tensors)
+        return FileSource([_range(name, tensor) for name, tensor in tensors.items()], views)
+    except BaseException:
+        views.close()
+        raise
+
+
+def _header_in_memory(path: Path, size: int, views: FileViews) -> Header:
+    if size < LENGTH_BYTES:
+        raise CheckpointCorrupt(f"the stream has {size} bytes, which is no safetensors file")
+    length = int.from_bytes(views.view(path, 0, LENGTH_BYTES), "little")
+    if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        raise CheckpointCorrupt(
+            f"the stream is no safetensors file: it claims a header of {length} bytes",
+            [("limit", f"{min(MAX_HEADER_BYTES, size - LENGTH_BYTES)} bytes")],
+        )
+    header = parse_header(path, bytes(views.view(path, LENGTH_BYTES, length)))
+    if header.size != size:
+        raise CheckpointCorrupt(f"the stream has {size} bytes, its header tells of {header.size}")
+    return header
 
 
 def _notes(folder: Path, values: Mapping[str, Any]) -> list[str]:

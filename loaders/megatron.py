@@ -23,12 +23,15 @@ from gtp_serve.layout.spans import Shard
 from gtp_serve.loaders.common_state import CommonState, SavedSizes, common_state, saved_sizes
 from gtp_serve.loaders.facts import Facts, SavedGrid, SavedOverrides, TensorPadding
 from gtp_serve.loaders.files import FileViews, file_size
+from gtp_serve.loaders.items import Items
 from gtp_serve.loaders.megatron_folder import Chosen, choose
 from gtp_serve.loaders.megatron_model import describe, settle_vocabulary
 from gtp_serve.loaders.pickles import MAX_PICKLE_BYTES
-from gtp_serve.loaders.torch_dist import Index, IndexedTensor, read_index
-from gtp_serve.loaders.torch_zip import ITEM_BYTES, Archive, tensor_bytes
+from gtp_serve.loaders.torch_dist import Index, IndexedTensor, Place, read_index
+from gtp_serve.loaders.torch_zip import ITEM_BYTES, Archive
+from gtp_serve.refit.collector import collector_paused
 from gtp_serve.refit.plan import build_plan
+from gtp_serve.refit.source import Rows
 
 COMMON_FILE = "common.pt"
 _COMMON_KEY = "common_state/"
@@ -64,7 +67,8 @@ class MegatronSource:
         self._shards = tuple(piece.shard for piece in self._pieces)
         self._tensors = tensors
         self._views = views
-        self._last: tuple[tuple[str, int], memoryview] | None = None
+        self._items = Items(views)
+        self._last: tuple[tuple[str, int], Place] | None = None
 
     def shards(self) -> Sequence[Shard]:
         """All shards that hold anything but padding."""
@@ -75,28 +79,39 @@ class MegatronSource:
 
         :raises CheckpointCorrupt: when the stored item is not the tensor that the metadata says it is.
         """
-        piece = self._pieces[index]
-        size = prod(piece.shard.shape) * ITEM_BYTES[piece.shard.dtype]
-        return self._item(piece)[piece.ordinal * size : (piece.ordinal + 1) * size]
+        place = self._place(index)
+        return self._views.view(place.path, place.offset, place.length)
+
+    def read_into(self, index: int, rows: Sequence[Rows]) -> None:
+        """Read the shard's bytes to where they belong.
+
+        :raises CheckpointCorrupt: when the stored item is not the tensor that the metadata says it is.
+        """
+        place = self._place(index)
+        self._views.read_into(place.path, place.offset, place.length, rows)
 
     def close(self) -> None:
         """Let go of the files."""
         self._last = None
         self._views.close()
 
-    def _item(self, piece: Piece) -> memoryview:
-        """The chunk that a piece is part of.  The last one is kept: parts of a chunk are read one after
-        another."""
+    def _place(self, index: int) -> Place:
+        piece = self._pieces[index]
+        size = prod(piece.shard.shape) * ITEM_BYTES[piece.shard.dtype]
+        whole = self._chunk(piece)
+        return Place(whole.path, whole.offset + piece.ordinal * size, size)
+
+    def _chunk(self, piece: Piece) -> Place:
+        """The bytes of the chunk that a piece is part of.  The last one is kept: parts of a chunk, and pieces of a
+        large one, are read one after another."""
         where = (piece.key, piece.chunk)
         last = self._last
         if last is not None and last[0] == where:
             return last[1]
         tensor = self._tensors[piece.key]
         chunk = tensor.chunks[piece.chunk]
-        place = chunk.place
-        data = self._views.view(place.path, place.offset, place.length)
-        label = f"{place.path}: the item of {piece.key} at byte {place.offset}"
-        found = tensor_bytes(data, chunk.box.shape, tensor.dtype, label)
+        label = f"{chunk.place.path}: the item of {piece.key} at byte {chunk.place.offset}"
+        found = self._items.find(chunk.place, chunk.box.shape, tensor.dtype, label)
         self._last = (where, found)
         return found
 
@@ -108,6 +123,11 @@ def open_megatron(path: Path, *, iteration: int | None, overrides: SavedOverride
     :raises CheckpointError: naming the file, the tensor and both shapes where something does not fit.
     """
     chosen = choose(path, iteration)
+    with collector_paused():
+        return _open_chosen(chosen, overrides, given)
+
+
+def _open_chosen(chosen: Chosen, overrides: SavedOverrides, given: ModelConfig | None) -> Opened:
     index = read_index(chosen.folder, chosen.root)
     views = FileViews(index.sizes)
     try:

@@ -11,6 +11,7 @@ from typing import Final
 
 from gtp_serve.errors import CheckpointCorrupt, PickleRefused
 from gtp_serve.loaders.pickle_names import ALLOWED
+from gtp_serve.loaders.pickle_shortcuts import Shortcuts
 from gtp_serve.loaders.pickle_values import Name, Persistent, Record
 
 #: Largest pickle that is read.  A ``.metadata`` file has about 400 bytes for each chunk of each tensor.
@@ -53,10 +54,10 @@ class _Machine:
         self.containers = int(CONTAINERS_FREE + len(data) * CONTAINERS_PER_BYTE)
 
     def run(self) -> object:
-        """Interpret.  The commonest instructions are done here, on locals: large runs save millions of
-        them."""
+        """Interpret.  The commonest instructions are done here, on locals: large runs save millions of them."""
         data, memo, marks, stack = self.data, self.memo, self.marks, self.stack
         handlers, unpack2, unpack4, position = _HANDLERS, _U2.unpack_from, _U4.unpack_from, 0
+        shortcut = Shortcuts(data, memo, self.depths).object
         try:
             while True:
                 code = data[position]
@@ -69,14 +70,21 @@ class _Machine:
                 elif code == _LONG_BINGET:
                     stack.append(memo[unpack4(data, position)[0]])
                     position += 4
+                elif code == _EMPTY_TUPLE:
+                    # Two marks may be open inside such an object.
+                    whole = shortcut(stack[-1], position) if stack and len(marks) < MAX_MARKS - 1 else None
+                    if whole is None:
+                        stack.append(())
+                    else:
+                        stack[-1], self.position, made = whole
+                        self.made(made)
+                        position = self.position
                 elif code == _BININT1:
                     stack.append(data[position])
                     position += 1
                 elif code == _MARK and len(marks) < MAX_MARKS:
                     marks.append(stack)
                     stack = self.stack = []
-                elif code == _EMPTY_TUPLE:
-                    stack.append(())
                 elif code == _BININT2:
                     stack.append(unpack2(data, position)[0])
                     position += 2
@@ -148,8 +156,8 @@ class _Machine:
             known = self.names[pair] = Name(f"{module}.{name}")
         self.stack.append(known)
 
-    def made(self) -> None:
-        self.containers -= 1
+    def made(self, count: int = 1) -> None:
+        self.containers -= count
         if self.containers < 0:
             raise self.corrupt("makes far more objects than a real one of its size")
 
@@ -186,17 +194,18 @@ class _Machine:
                 raise self.corrupt("has a dictionary key that is too large")
             for item in key:
                 self.check_key(item, depth=depth + 1)
-        elif not isinstance(key, str | int | float | bytes | None | Name | Record):
+        elif not isinstance(key, _HASHED):
             raise self.corrupt("has a dictionary key that is a container")
 
     def fill(self, target: object, pairs: list[object]) -> None:
         if type(target) is not dict or len(pairs) % 2:
             raise self.corrupt("fills a dictionary that is none")
-        expected = len(target) + len(pairs) // 2
-        if set(map(type, pairs[::2])) != {str}:
-            for key in pairs[::2]:
+        keys = pairs[::2]
+        expected = len(target) + len(keys)
+        if not _TEXT.issuperset(map(type, keys)):
+            for key in keys:
                 self.check_key(key)
-        target.update(zip(pairs[::2], pairs[1::2], strict=True))
+        target.update(zip(keys, pairs[1::2], strict=True))
         if len(target) != expected:
             raise self.corrupt("has the same key twice in one dictionary")
 
@@ -269,6 +278,9 @@ _BININT1: Final = ord("K")
 _BININT2: Final = ord("M")
 _EMPTY_TUPLE: Final = ord(")")
 _MARK: Final = ord("(")
+
+_TEXT: Final = frozenset([str])
+_HASHED: Final = (str, int, float, bytes, type(None), Name, Record)
 
 Handler = Callable[[_Machine], None]
 

@@ -200,10 +200,12 @@ class _Reader:
             values = tuple(values)
         if not isinstance(values, tuple) or len(values) > MAX_AXES:
             raise self.corrupt(f"has {what} of {key} that is not a few numbers")
-        result = tuple(self.count(value, key, what) for value in values)
-        if prod(result) >= _INT64:
-            raise self.corrupt(f"has {what} of {key} that is too large: {list(result)}")
-        return result
+        for value in values:
+            if type(value) is not int or not 0 <= value < _INT64:
+                raise self.corrupt(f"has {what} of {key} that cannot be: {shown(value)}")
+        if prod(values) >= _INT64:
+            raise self.corrupt(f"has {what} of {key} that is too large: {list(values)}")
+        return values
 
     def count(self, value: object, key: str, what: str) -> int:
         if type(value) is not int or not 0 <= value < _INT64:

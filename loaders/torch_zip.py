@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError, UnsupportedModel
 from gtp_serve.loaders.pickle_names import STORAGE_DTYPES
@@ -22,13 +22,24 @@ from gtp_serve.loaders.pickles import read_pickle
 _END = struct.Struct("<4s4H2IH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
+_ENTRY_BYTES, _LOCAL_BYTES = 46, 30
+# An entry of the directory in the parts that are looked at; what lies between, a checksum among it, is not.
+_ENTRY_KIND, _ENTRY_SIZES, _ENTRY_HEADER = struct.Struct("<4s4H"), struct.Struct("<2I3H"), struct.Struct("<I")
+_SIZES_AT, _HEADER_AT = 20, 42
+_LOCAL_NAMES, _LOCAL_NAMES_AT = struct.Struct("<2H"), 26
 _FULL = 0xFFFFFFFF
 
 MAX_MEMBERS = 1_000_000
 #: Bytes of each element type that a checkpoint's weights may have.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Readable(Protocol):
+    """All that is asked of an archive's bytes: their number, and ranges of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice, /) -> bytes | bytearray | memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +58,27 @@ class Archive:
     :raises CheckpointCorrupt: when any entry is not what it must be.
     """
 
-    def __init__(self, data: memoryview, label: str) -> None:
+    def __init__(self, data: Readable, label: str) -> None:
         self._data = data
         self._label = label
         self.members = self._read_directory()
 
-    def member(self, name: str) -> memoryview:
-        """A member's bytes.
+    def place(self, name: str) -> Member:
+        """Where a member's bytes lie.
 
         :raises CheckpointCorrupt: when there is no such member.
         """
         member = self.members.get(name)
         if member is None:
             raise self._corrupt(f"has no member {name}")
+        return member
+
+    def member(self, name: str) -> bytes | bytearray | memoryview:
+        """A member's bytes.
+
+        :raises CheckpointCorrupt: when there is no such member.
+        """
+        member = self.place(name)
         return self._data[member.start : member.start + member.size]
 
     def check_byte_order(self) -> None:
@@ -94,15 +113,15 @@ class Archive:
     def _directory_place(self) -> tuple[int, int, int]:
         """(start, size, number of entries) of the directory."""
         at = len(self._data) - _END.size
-        if at < 0 or bytes(self._data[at : at + 4]) != b"PK\5\6":
+        if at < 0 or self._bytes(at, 4) != b"PK\5\6":
             raise self._corrupt("is not a zip archive, or is cut short: it has no end record")
-        _, disk, first, here, count, size, start, comment = _END.unpack_from(self._data, at)
+        _, disk, first, here, count, size, start, comment = _END.unpack(self._bytes(at, _END.size))
         locator = at - _END64_LOCATOR.size
-        if locator >= 0 and bytes(self._data[locator : locator + 4]) == b"PK\6\7":
-            _, _, end64, _ = _END64_LOCATOR.unpack_from(self._data, locator)
-            if end64 + _END64.size > locator or bytes(self._data[end64 : end64 + 4]) != b"PK\6\6":
+        if locator >= 0 and self._bytes(locator, 4) == b"PK\6\7":
+            _, _, end64, _ = _END64_LOCATOR.unpack(self._bytes(locator, _END64_LOCATOR.size))
+            if end64 + _END64.size > locator or self._bytes(end64, 4) != b"PK\6\6":
                 raise self._corrupt("is not a zip archive: its end record is damaged")
-            _, _, _, _, disk, first, here, count, size, start = _END64.unpack_from(self._data, end64)
+            _, _, _, _, disk, first, here, count, size, start = _END64.unpack(self._bytes(end64, _END64.size))
         if disk or first or comment or here != count:
             raise self._corrupt("is a zip archive of a kind that torch does not write")
         return start, size, count
@@ -110,16 +129,16 @@ class Archive:
     def _entries(self, start: int, size: int, count: int) -> Iterator[tuple[str, Member]]:
         at, stop, folder = start, start + size, ""
         for _ in range(count):
-            if at + _ENTRY.size > stop:
+            if at + _ENTRY_BYTES > stop:
                 raise self._corrupt("has a directory that is cut short")
-            fields = _ENTRY.unpack_from(self._data, at)
-            flags, method, packed, unpacked = fields[3], fields[4], fields[8], fields[9]
-            name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
-            name_end = at + _ENTRY.size + name_length
-            if fields[0] != b"PK\1\2" or name_end + extra_length + comment_length > stop:
+            kind, _, _, flags, method = self._fields(_ENTRY_KIND, at)
+            packed, unpacked, name_length, extra_length, comment_length = self._fields(_ENTRY_SIZES, at + _SIZES_AT)
+            (header,) = self._fields(_ENTRY_HEADER, at + _HEADER_AT)
+            name_end = at + _ENTRY_BYTES + name_length
+            if kind != b"PK\1\2" or name_end + extra_length + comment_length > stop:
                 raise self._corrupt("has a directory that is damaged")
-            raw = bytes(self._data[at + _ENTRY.size : name_end])
-            extra = self._data[name_end : name_end + extra_length]
+            raw = self._bytes(at + _ENTRY_BYTES, name_length)
+            extra = self._bytes(name_end, extra_length)
             unpacked, packed, header = self._wide(extra, unpacked, packed, header)
             if method or flags & 1 or packed != unpacked:
                 raise self._corrupt("has a member that is compressed or encrypted, which torch does not write")
@@ -130,7 +149,7 @@ class Archive:
             yield name, Member(self._payload(header, raw), unpacked)
             at = name_end + extra_length + comment_length
 
-    def _wide(self, extra: memoryview, *values: int) -> list[int]:
+    def _wide(self, extra: bytes, *values: int) -> list[int]:
         """The 64-bit forms of those values that do not fit 32 bits."""
         missing = [i for i, value in enumerate(values) if value == _FULL]
         result = list(values)
@@ -145,17 +164,23 @@ class Archive:
         return result
 
     def _payload(self, header: int, name: bytes) -> int:
-        if header + _LOCAL.size > len(self._data):
+        if header + _LOCAL_BYTES > len(self._data):
             raise self._corrupt("has a member that lies outside it")
-        fields = _LOCAL.unpack_from(self._data, header)
-        start = header + _LOCAL.size
-        if fields[0] != b"PK\3\4" or bytes(self._data[start : start + fields[9]]) != name:
+        name_length, extra_length = self._fields(_LOCAL_NAMES, header + _LOCAL_NAMES_AT)
+        start = header + _LOCAL_BYTES
+        if self._bytes(header, 4) != b"PK\3\4" or self._bytes(start, name_length) != name:
             raise self._corrupt(f"has a damaged header of its member {name.decode('utf-8', 'replace')!r}")
-        return start + int(fields[9]) + int(fields[10])
+        return start + int(name_length) + int(extra_length)
+
+    def _fields(self, form: struct.Struct, at: int) -> tuple[Any, ...]:
+        return form.unpack(self._bytes(at, form.size))
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        return bytes(self._data[at : at + count])
 
 
-def tensor_bytes(data: memoryview, shape: tuple[int, ...], dtype: str, label: str) -> memoryview:
-    """The bytes of the one tensor that an archive holds.
+def find_tensor(data: Readable, shape: tuple[int, ...], dtype: str, label: str) -> Member:
+    """Where the bytes of the one tensor lie that an archive holds.
 
     :raises CheckpointCorrupt: unless it says that it has this shape and element type, contiguously, and has
         the bytes.
@@ -175,14 +200,14 @@ def tensor_bytes(data: memoryview, shape: tuple[int, ...], dtype: str, label: st
         count *= size
     if "/" in key or ".." in key:
         raise CheckpointCorrupt(f"{label} names a storage {key[:40]!r}")
-    storage = archive.member(f"data/{key}")
+    storage = archive.place(f"data/{key}")
     width = ITEM_BYTES[dtype]
-    if len(storage) != numel * width or offset + count > numel:
+    if storage.size != numel * width or offset + count > numel:
         raise CheckpointCorrupt(
-            f"{label} has a storage of {len(storage)} bytes",
+            f"{label} has a storage of {storage.size} bytes",
             [("needed", f"{numel * width} bytes for {numel} elements, {offset + count} of them used")],
         )
-    return storage[offset * width : (offset + count) * width]
+    return Member(storage.start + offset * width, count * width)
 
 
 _Description = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]

@@ -147,6 +147,7 @@ def _memory(budget: Budget | GtpServeError) -> dict[str, Any]:
         "device": budget.engine.device,
         "dtype": budget.engine.dtype,
         "weights": budget.weights,
+        "refit": budget.refit,
         "work": budget.work,
         "kv": budget.kv,
         "kv_tokens": budget.kv_tokens,

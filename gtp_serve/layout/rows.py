@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gtp_serve.layout.spans import Box, Shape, Span
+from gtp_serve.layout.spans import Box, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,12 @@ def merge(rows: Iterable[Rows]) -> RowMap:
 def clip(rows: RowMap, start: int, length: int) -> RowMap:
     """The map of rows ``start .. start + length``, renumbered from 0."""
     stop = start + length
-    return tuple(
-        Rows(lo - start, hi - lo, r.name, r.target + lo - r.start)
-        for r in rows
-        if (lo := max(start, r.start)) < (hi := min(stop, r.start + r.length))
-    )
+    clipped = []
+    for r in rows:
+        lo, hi = max(start, r.start), min(stop, r.start + r.length)
+        if lo < hi:
+            clipped.append(Rows(lo - start, hi - lo, r.name, r.target + lo - r.start))
+    return tuple(clipped)
 
 
 def compose(outer: RowMap, inner: RowMap) -> RowMap:
@@ -69,17 +70,9 @@ def spans(rows: RowMap, columns: tuple[int, int] | None) -> tuple[Span, ...]:
 
     :param columns: (first logical column, number of columns) of a matrix shard; None for a vector.
     """
-    tail = () if columns is None else ((0, columns[0], columns[1]),)
+    if columns is None:
+        return tuple([Span(r.name, Box((r.start,), (r.length,)), Box((r.target,), (r.length,))) for r in rows])
+    first, count = columns
     return tuple(
-        Span(
-            r.name,
-            _box(r.start, r.length, [(a, n) for a, _, n in tail]),
-            _box(r.target, r.length, [(b, n) for _, b, n in tail]),
-        )
-        for r in rows
+        [Span(r.name, Box((r.start, 0), (r.length, count)), Box((r.target, first), (r.length, count))) for r in rows]
     )
-
-
-def _box(start: int, length: int, tail: list[tuple[int, int]]) -> Box:
-    starts: Shape = (start, *(a for a, _ in tail))
-    return Box(starts, (length, *(n for _, n in tail)))

@@ -45,6 +45,8 @@ class Box:
 
     def inside(self, shape: Shape) -> bool:
         """Whether the box lies in a tensor of this shape."""
+        if self.shape == shape and not any(self.start):  # the common case
+            return len(self.start) == len(shape) and min(shape, default=0) >= 0
         if len(shape) != len(self.start):
             return False
         for first, count, size in zip(self.start, self.shape, shape, strict=True):
@@ -101,15 +103,8 @@ def overlaps(have: Span, want: Span) -> tuple[Box, Box] | None:
     target: list[int] = []
     shape: list[int] = []
     # One loop instead of intersect and two shifts: a plan asks this for each pair that may meet.
-    for h, h_count, h_at, w, w_count, w_at in zip(
-        have.logical.start,
-        have.logical.shape,
-        have.local.start,
-        want.logical.start,
-        want.logical.shape,
-        want.local.start,
-        strict=True,
-    ):
+    a, b, ours, theirs = have.logical, want.logical, have.local.start, want.local.start
+    for h, h_count, h_at, w, w_count, w_at in zip(a.start, a.shape, ours, b.start, b.shape, theirs, strict=True):
         first = h if h > w else w
         count = (h + h_count if h + h_count < w + w_count else w + w_count) - first
         if count <= 0:
@@ -118,7 +113,10 @@ def overlaps(have: Span, want: Span) -> tuple[Box, Box] | None:
         target.append(first - w + w_at)
         shape.append(count)
     common = tuple(shape)
-    return Box(tuple(source), common), Box(tuple(target), common)
+    return (
+        have.local if common == a.shape else Box(tuple(source), common),
+        want.local if common == b.shape else Box(tuple(target), common),
+    )
 
 
 def check_coverage(name: str, shape: Shape, pieces: Sequence[tuple[Box, str]], needed: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Carrying a plan out: bytes from a source's memory into live tensors, in place.
+"""Carrying a plan out: bytes from a source into live tensors, in place.
 
 Threads read and copy side by side (both let go of the interpreter's lock).  A tensor's address never changes.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from gtp_serve.errors import CheckpointCorrupt, LayoutMismatch, UsageError
-from gtp_serve.layout.spans import Box, Shape, Shard
+from gtp_serve.errors import LayoutMismatch, UsageError
+from gtp_serve.layout.spans import Shard
+from gtp_serve.refit.geometry import cut
+from gtp_serve.refit.pace import Pace
 from gtp_serve.refit.plan import Copy, RefitPlan, item_bytes
-from gtp_serve.refit.source import WeightSource
+from gtp_serve.refit.source import DirectSource, WeightSource
+from gtp_serve.refit.writers import DirectWriter, ViewWriter, Writer, slices
 
 #: Bytes of one piece of work: small enough to share out evenly and to bound what a conversion stages.
 PIECE_BYTES = 16 << 20
-
-Bytes = npt.NDArray[np.uint8]
-Slices = tuple[slice, ...]
+#: Under a limit on bytes per second, a piece is what may be read in this time: no thread then waits long.
+PACED_SECONDS = 0.05
+MIN_PACED_BYTES = 64 << 10
+#: How often progress is told.  A worker that told each piece itself would wake this thread on a worker's core.
+_TELL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,24 +58,34 @@ def apply_plan(
     *,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
+    max_bytes_per_second: int | None = None,
 ) -> int:
     """Fill ``targets`` as ``plan`` says; padding becomes zero, dtypes convert by value.
 
-    :param source: as the plan was built from; ``read`` is called once for each shard used, one at a time.
+    :param source: as the plan was built from.  A ``DirectSource`` writes into the targets itself, from all threads;
+        any other's ``read`` is called once for each shard used, one at a time.
     :param targets: in the order of ``plan.want``.
     :param progress: called from this thread with each number of source bytes that has been copied.
+    :param max_bytes_per_second: of the source, over all threads.
     :return: bytes read from the source.
     :raises LayoutMismatch: before anything is written, when source or targets are not those of the plan.
     :raises CheckpointCorrupt: when a shard's bytes are not there; targets are then partly written.
     """
     if threads < 1:
         raise UsageError(f"threads is {threads}; at least one is needed")
+    pace = Pace(max_bytes_per_second)
     _check_parties(plan, source, targets)
     for fill in plan.fills:
-        targets[fill.target].tensor.detach()[_slices(fill.box)].zero_()
-    pieces = deque(piece for copy in plan.copies for piece in _cut(copy, item_bytes(plan.have[copy.source])))
-    work = _Work(pieces, _Reader(source, plan.have, pieces), _Writer(plan.have, targets))
-    return _run(work, min(threads, max(1, len(pieces))), progress)
+        targets[fill.target].tensor.detach()[slices(fill.box)].zero_()
+    units = deque(_units(plan, _piece_bytes(pace)))
+    tensors = [target.tensor.detach() for target in targets]
+    writer: Writer
+    if isinstance(source, DirectSource):
+        writer = DirectWriter(source, plan, tensors)
+    else:
+        writer = ViewWriter(source, plan, tensors, Counter(unit[0].source for unit in units))
+    work = _Work(plan, units, writer, pace)
+    return _run(work, min(threads, max(1, len(units))), progress)
 
 
 def _check_parties(plan: RefitPlan, source: WeightSource, targets: Sequence[Target]) -> None:
@@ -85,146 +95,75 @@ def _check_parties(plan: RefitPlan, source: WeightSource, targets: Sequence[Targ
         raise LayoutMismatch("the parameters are not those the plan was made for")
 
 
-def _slices(box: Box) -> Slices:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+def _piece_bytes(pace: Pace) -> int:
+    if pace.rate is None:
+        return PIECE_BYTES
+    return min(PIECE_BYTES, max(MIN_PACED_BYTES, int(pace.rate * PACED_SECONDS)))
 
 
-def _cut(copy: Copy, item: int) -> Iterator[Copy]:
-    """The copy in pieces of at most PIECE_BYTES, cut along the first axis."""
-    shape = copy.source_box.shape
-    if not shape or copy.source_box.volume * item <= PIECE_BYTES:
-        yield copy
-        return
-    step = max(1, PIECE_BYTES * shape[0] // (copy.source_box.volume * item))
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        yield Copy(
-            copy.source,
-            _rows(copy.source_box, first, count),
-            copy.target,
-            _rows(copy.target_box, first, count),
-        )
-
-
-def _rows(box: Box, first: int, count: int) -> Box:
-    return Box((box.start[0] + first, *box.start[1:]), (count, *box.shape[1:]))
-
-
-class _Reader:
-    """Reads each shard once, however many pieces use it, and lets go of it after the last one."""
-
-    def __init__(self, source: WeightSource, shards: Sequence[Shard], pieces: Sequence[Copy]) -> None:
-        self.source, self.shards = source, shards
-        self.uses = Counter(piece.source for piece in pieces)
-        self.open: dict[int, Bytes] = {}
-        self.lock = Lock()
-
-    def take(self, index: int) -> Bytes:
-        """The bytes of a shard, shaped as the shard with the last axis in bytes."""
-        with self.lock:
-            if index not in self.open:
-                self.open[index] = self._read(index)
-            return self.open[index]
-
-    def give_back(self, index: int) -> None:
-        """Tell that one piece is done."""
-        with self.lock:
-            self.uses[index] -= 1
-            if not self.uses[index]:
-                del self.open[index]
-
-    def _read(self, index: int) -> Bytes:
-        shard = self.shards[index]
-        shape = _byte_shape(shard.shape, item_bytes(shard))
-        raw = np.frombuffer(self.source.read(index), dtype=np.uint8)
-        needed = int(np.prod(shape, dtype=np.int64))
-        if raw.size != needed:
-            raise CheckpointCorrupt(f"{shard.key}: {raw.size} bytes are there where {needed} were needed")
-        return raw.reshape(shape)
-
-
-class _Writer:
-    """Writes pieces into the targets.
-
-    All bytes go through numpy: it takes read-only and unaligned memory, and a tensor never sees either.
-    """
-
-    def __init__(self, have: Sequence[Shard], targets: Sequence[Target]) -> None:
-        self.have, self.targets = have, targets
-
-    def write(self, piece: Copy, raw: Bytes) -> None:
-        """Copy one piece out of its shard's bytes."""
-        have, target = self.have[piece.source], self.targets[piece.target]
-        tensor = target.tensor.detach()
-        taken = raw[_byte_slices(piece.source_box, item_bytes(have))]
-        if have.dtype == target.shard.dtype and tensor.device.type == "cpu":
-            np.copyto(_as_bytes(tensor)[_byte_slices(piece.target_box, item_bytes(have))], taken)
-            return
-        staged = torch.empty(piece.source_box.shape, dtype=getattr(torch, have.dtype))
-        np.copyto(_as_bytes(staged), taken)
-        tensor[_slices(piece.target_box)].copy_(staged)
-
-
-def _byte_shape(shape: Shape, item: int) -> Shape:
-    return (*shape[:-1], shape[-1] * item) if shape else (item,)
-
-
-def _byte_slices(box: Box, item: int) -> Slices:
-    if not box.shape:
-        return (slice(0, item),)
-    *outer, last = _slices(box)
-    return (*outer, slice(last.start * item, last.stop * item))
-
-
-def _as_bytes(tensor: Tensor) -> Bytes:
-    """A contiguous CPU tensor's own memory."""
-    shaped = tensor if tensor.dim() else tensor.reshape(1)
-    array: Bytes = shaped.view(torch.uint8).numpy()
-    return array
+def _units(plan: RefitPlan, limit: int) -> Iterator[tuple[Copy, ...]]:
+    """Copies of one shard, in its order, that together have at most ``limit`` bytes: what one thread does at a time."""
+    unit: list[Copy] = []
+    size = 0
+    for copy in plan.copies:
+        item = item_bytes(plan.have[copy.source])
+        for piece in cut(copy, item, limit):
+            count = piece.source_box.volume * item
+            if unit and (size + count > limit or unit[0].source != piece.source):
+                yield tuple(unit)
+                unit, size = [], 0
+            unit.append(piece)
+            size += count
+    if unit:
+        yield tuple(unit)
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    pieces: deque[Copy]
-    reader: _Reader
-    writer: _Writer
+    plan: RefitPlan
+    units: deque[tuple[Copy, ...]]
+    writer: Writer
+    pace: Pace
 
-    def drain(self, done: SimpleQueue[int | None]) -> None:
-        """Do pieces until none is left; tells each one's bytes, and None at the end."""
+    def drain(self, done: deque[int]) -> None:
+        """Do units until none is left, and tell each one's bytes."""
         try:
             while True:
                 try:
-                    piece = self.pieces.popleft()
+                    unit = self.units.popleft()
                 except IndexError:
                     return
-                done.put(self._do(piece))
+                item = item_bytes(self.plan.have[unit[0].source])
+                count = item * sum(piece.source_box.volume for piece in unit)
+                self.pace.wait(count)
+                self.writer.write(unit)
+                done.append(count)
         except BaseException:
-            self.pieces.clear()
+            self.stop()
             raise
-        finally:
-            done.put(None)
 
-    def _do(self, piece: Copy) -> int:
-        raw = self.reader.take(piece.source)
-        self.writer.write(piece, raw)
-        self.reader.give_back(piece.source)
-        return piece.source_box.volume * item_bytes(self.reader.shards[piece.source])
+    def stop(self) -> None:
+        """Leave the rest undone."""
+        self.units.clear()
+        self.pace.stop()
 
 
 def _run(work: _Work, threads: int, progress: Callable[[int], None] | None) -> int:
-    done: SimpleQueue[int | None] = SimpleQueue()
-    total, running = 0, threads
+    done: deque[int] = deque()
+    total = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="refit") as pool:
-        futures = [pool.submit(work.drain, done) for _ in range(threads)]
+        running: set[Future[None]] = {pool.submit(work.drain, done) for _ in range(threads)}
+        futures = tuple(running)
         try:
-            while running:
-                copied = done.get()
-                running -= copied is None
-                total += copied or 0
-                if copied and progress is not None:
-                    progress(copied)
+            while running or done:
+                running = wait(running, _TELL_SECONDS).not_done
+                while done:
+                    copied = done.popleft()
+                    total += copied
+                    if progress is not None:
+                        progress(copied)
         finally:
-            work.pieces.clear()
+            work.stop()
     for future in futures:
         future.result()
     return total

@@ -10,9 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from gtp_serve.errors import LayoutMismatch
 from gtp_serve.layout.spans import Box, Shape, Shard, Span, check_coverage, holes, overlaps
+from gtp_serve.refit.collector import collector_paused
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8,
@@ -40,8 +42,7 @@ Placed = tuple[int, Span]
 """A span with the index of its shard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Elements ``source_box`` of shard ``source`` become ``target_box`` of wanted shard ``target``."""
 
     source: int
@@ -118,6 +119,11 @@ def build_plan(have: Sequence[Shard], want: Sequence[Shard], shapes: Mapping[str
     :raises LayoutMismatch: when a tensor of ``shapes`` is not on offer exactly once, a span names a tensor
         that is not in ``shapes`` or leaves its shard, wanted spans overlap, or a dtype cannot be converted.
     """
+    with collector_paused():
+        return _build(have, want, shapes)
+
+
+def _build(have: Sequence[Shard], want: Sequence[Shard], shapes: Mapping[str, Shape]) -> RefitPlan:
     problems = _Problems()
     _check_shards(have, shapes, problems)
     fills = _check_wanted(want, shapes, problems)
@@ -237,9 +243,9 @@ def _is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 def _copies(offered: Sequence[Placed], wanted: Sequence[Placed]) -> Iterator[Copy]:
     """Copies for one logical tensor whose offered spans are disjoint."""
-    index = _SpanIndex(offered)
+    index = _SpanIndex(offered) if len(wanted) > 1 else None
     for target, want in wanted:
-        for source, have in index.near(want):
+        for source, have in offered if index is None else index.near(want):
             found = overlaps(have, want)
             if found is not None:
                 yield Copy(source, found[0], target, found[1])

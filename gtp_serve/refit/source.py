@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from gtp_serve.layout.spans import Shard
 
@@ -26,4 +27,38 @@ class WeightSource(Protocol):
 
     def close(self) -> None:
         """Let go of files and mappings; views handed out before must not be used any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Bytes of a shard and the memory they go to: ``count`` rows (at least one) of ``size`` bytes each.
+
+    Row i is the shard's bytes from ``start + i * source_stride`` and goes to ``address + i * stride``.
+    """
+
+    start: int
+    source_stride: int
+    size: int
+    count: int
+    address: int
+    stride: int
+
+    @property
+    def end(self) -> int:
+        """One past the last of the shard's bytes."""
+        return self.start + (self.count - 1) * self.source_stride + self.size
+
+
+@runtime_checkable
+class DirectSource(WeightSource, Protocol):
+    """A source that can put bytes where they belong, with no view of them in between."""
+
+    def read_into(self, index: int, rows: Sequence[Rows]) -> None:
+        """Fill the rows' memory with bytes of ``shards()[index]``.  Several threads may call it at a time.
+
+        :param rows: in any order; their memory is writable, stays where it is until this returns, and holds anything
+            at all when it raises.
+        :raises CheckpointCorrupt: when the bytes are not there.
+        """
         ...

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError, PickleRefused
 from gtp_serve.layout.gtp import Grid
-from gtp_serve.loaders import open_checkpoint
+from gtp_serve.loaders import Checkpoint, open_checkpoint
 from gtp_serve.loaders.files import FileViews
 
 torch.set_num_threads(1)
@@ -451,6 +451,28 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> N
         next(iter(checkpoint.tensors()))
 
 
+def open_folder(kind: str, root: Path) -> tuple[Checkpoint, Path]:
+    """A checkpoint, and the file that its weights lie in."""
+    if kind == "megatron":
+        folder, _ = write_megatron(root)
+        return open_checkpoint(folder), folder / "__0_0.distcp"
+    write_hf(root)
+    return open_checkpoint(root), root / "model.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["megatron", "huggingface"])
+def test_a_file_that_shrinks_while_it_is_read_ends_in_one_error_that_names_it(kind: str, tmp_path: Path) -> None:
+    checkpoint, path = open_folder(kind, tmp_path / "run")
+    try:
+        tensors = checkpoint.tensors()
+        next(tensors)  # the file is open now
+        os.truncate(path, 100)
+        with pytest.raises(CheckpointCorrupt, match=rf"{path.name} ends .*early"):
+            list(tensors)
+    finally:
+        checkpoint.close()
+
+
 def test_files_are_read_piece_by_piece_where_they_cannot_be_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,7 +487,7 @@ def test_files_are_read_piece_by_piece_where_they_cannot_be_mapped(
 
 LIMITED = """
 import resource, sys
-from gtp_serve.loaders import open_checkpoint
+from gtp_serve.loaders import Checkpoint, open_checkpoint
 from gtp_serve.errors import CheckpointError
 limit = 400 << 20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from gtp_serve.errors import LayoutMismatch
 from gtp_serve.layout.spans import Box, Shape, Shard, Span
+from gtp_serve.refit import apply, writers
 from gtp_serve.refit.apply import Target, apply_plan, dtype_name
 from gtp_serve.refit.plan import build_plan
+from gtp_serve.refit.source import Rows
 
 MARGIN = st.integers(0, 2)
 
@@ -117,15 +121,38 @@ class Source:
         self.bytes.clear()
 
 
-@settings(deadline=None, max_examples=150)
-@given(worlds())
-def test_every_element_arrives_and_padding_is_zero(world: World) -> None:
+class Direct(Source):
+    """Writes into the targets itself, one row after another."""
+
+    def read(self, index: int) -> memoryview:
+        raise AssertionError("a direct source is not asked for views")
+
+    def read_into(self, index: int, rows: Sequence[Rows]) -> None:
+        data = self.bytes[index]
+        for row in rows:
+            for i in range(row.count):
+                start = row.start + i * row.source_stride
+                assert start + row.size <= len(data)
+                ctypes.memmove(row.address + i * row.stride, bytes(data[start : start + row.size]), row.size)
+
+
+@pytest.mark.parametrize("kind", [Source, Direct])
+@settings(deadline=None, max_examples=75)
+@given(limit=st.sampled_from([16 << 20, 40, 1]), world=worlds())
+def test_every_element_arrives_and_padding_is_zero(kind: type[Source], limit: int, world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apply, "PIECE_BYTES", limit)
+        patch.setattr(writers, "STAGED_BYTES", limit)
+        check_fill(world, kind)
+
+
+def check_fill(world: World, kind: type[Source]) -> None:
     tensors = logical(world)
     targets = [Target(shard, torch.full(shard.shape, -2.0, dtype=getattr(torch, shard.dtype))) for shard in world.want]
     plan = build_plan(world.have, world.want, world.shapes)
     total = sum(tensor.numel() for tensor in tensors.values())
     assert sum(copy.source_box.volume for copy in plan.copies) == total
-    assert apply_plan(plan, Source(world.have, tensors), targets) == plan.source_bytes
+    assert apply_plan(plan, kind(world.have, tensors), targets) == plan.source_bytes
     for target in targets:
         expected = torch.zeros_like(target.tensor)
         for span in target.shard.spans:

@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError, PickleRefused
+from gtp_serve.loaders.pickle_shortcuts import Shortcuts
 from gtp_serve.loaders.pickle_values import Name, Persistent, Record
 from gtp_serve.loaders.pickles import MAX_NESTING, read_pickle
 
@@ -264,3 +272,84 @@ def test_random_damage_never_ends_in_another_error() -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         with contextlib.suppress(CheckpointError):
             read(bytes(data), persistent=rng.random() < 0.5)
+
+
+def metadata(protocol: int = 4) -> bytes:
+    """Several tensors of every number of axes, whose indices need each kind of integer."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    items: dict[MetadataIndex, _StorageInfo] = {}
+    for axes in range(6):
+        key, chunks = f"tensor.{axes}.wéight" if axes == 3 else f"tensor.{axes}", []
+        for n in range(6):
+            start = torch.Size([300**n % 2**31] * axes)
+            chunks.append(ChunkStorageMetadata(start, torch.Size([1] * axes)))
+            name = f"__{n % 2}_0.distcp" if n else "__é_0.distcp"
+            items[MetadataIndex(key, start, n)] = _StorageInfo(name, 70**n, 200 * n)
+        tensors[key] = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2**31] * axes), chunks)
+    return pickle.dumps(Metadata(tensors, storage_data=items), protocol=protocol)
+
+
+def plain(value: object) -> object:
+    """Names and records as what they hold, so that they compare."""
+    if isinstance(value, Record):
+        return ("record", value.name, plain(value.args), plain(value.state))
+    if isinstance(value, Name):
+        return ("name", value.name)
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {"keys": [plain(k) for k in value], "values": [plain(v) for v in value.values()]}
+    return (type(value), value)
+
+
+def outcome(data: bytes) -> tuple[str, object]:
+    try:
+        return "value", plain(read(data))
+    except CheckpointError as error:
+        return "error", type(error)
+
+
+def step_by_step(data: bytes) -> tuple[str, object]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shortcuts, "object", lambda *_: None)
+        return outcome(data)
+
+
+def test_objects_taken_whole_are_those_made_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, taken, real = metadata(), list[bool](), Shortcuts.object
+
+    def counted(self: Shortcuts, kind: object, position: int) -> Any:
+        whole = real(self, kind, position)
+        taken.append(whole is not None)
+        return whole
+
+    monkeypatch.setattr(Shortcuts, "object", counted)
+    assert outcome(data) == step_by_step(data)
+    assert sum(taken) > 80  # of 36 chunks and 72 parts of items: not those without axes, nor the odd names
+
+
+def test_damage_has_the_same_end_whether_objects_are_taken_whole_or_step_by_step() -> None:
+    good, rng = metadata(), random.Random(0)
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256) if rng.random() < 0.5 else rng.choice(good)
+        assert outcome(bytes(data)) == step_by_step(bytes(data)), bytes(data)
+
+
+def test_numbers_and_depths_go_on_as_after_single_steps() -> None:
+    """Values made inside an object are referred to later, and a tuple inside it counts as nested."""
+    size = b"h\x00(K\x01M\x02\x01J\xff\xff\xff\xfft\x94\x85\x94R\x94"
+    body = b")\x81\x94}\x94(h\x01" + size + b"h\x02\x8a\x03\x00\x00\x80h\x03\x8c\x01q\x94ub"
+    head = b"\x80\x04ctorch\nSize\n\x94" + text("a") + b"\x94" + text("b") + b"\x94" + text("c") + b"\x94"
+    kind = b"cargparse\nNamespace\n"
+    for reference in range(4, 10):
+        data = head + b"0000(" + kind + body + b"h" + bytes([reference]) + b"t."
+        assert outcome(data) == step_by_step(data)
+        assert outcome(data)[0] == "value"
+    for nested in range(MAX_NESTING - 4, MAX_NESTING + 3):
+        data = head + b"0000(" + kind + body + b"h\x07" + b"\x85" * nested + b"t."
+        assert outcome(data) == step_by_step(data)
+    assert outcome(head + b"0000(" + kind + body + b"h\x07" + b"\x85" * MAX_NESTING + b"t.")[0] == "error"

@@ -16,7 +16,7 @@ from gtp_serve.errors import CheckpointCorrupt, CheckpointError, UnsupportedMode
 from gtp_serve.layout.gtp import Grid
 from gtp_serve.loaders import open_checkpoint
 from gtp_serve.loaders.torch_dist import read_index
-from gtp_serve.loaders.torch_zip import Archive, tensor_bytes
+from gtp_serve.loaders.torch_zip import Archive, find_tensor
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -139,6 +139,11 @@ def test_forgotten_items_leave_their_bytes_unnamed(tmp_path: Path) -> None:
 
 
 # tensor items
+
+
+def tensor_bytes(data: memoryview, shape: tuple[int, ...], dtype: str, label: str) -> memoryview:
+    found = find_tensor(data, shape, dtype, label)
+    return data[found.start : found.start + found.size]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

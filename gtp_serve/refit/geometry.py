@@ -1,0 +1,105 @@
+"""Copies as integers: cut into pieces, and as rows of bytes between two row-major tensors.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from gtp_serve.layout.spans import Box, Shape
+from gtp_serve.refit.plan import Copy
+from gtp_serve.refit.source import Rows
+
+
+def cut(copy: Copy, item: int, limit: int) -> Iterator[Copy]:
+    """The copy in pieces of at most ``limit`` bytes, along its leading axes; one element is never cut.
+
+    :param item: bytes of one element of the source.
+    """
+    shape = copy.source_box.shape
+    axis, inner = 0, copy.source_box.volume * item
+    if inner <= limit:
+        yield copy
+        return
+    while axis < len(shape):
+        inner //= shape[axis]
+        if inner <= limit:
+            break
+        axis += 1
+    if axis == len(shape):  # even one element is more
+        axis -= 1
+    step = max(1, limit // max(1, inner))
+    for outer in product(*map(range, shape[:axis])):
+        for first in range(0, shape[axis], step):
+            count = min(step, shape[axis] - first)
+            yield Copy(
+                copy.source,
+                _part(copy.source_box, (*outer, first), count),
+                copy.target,
+                _part(copy.target_box, (*outer, first), count),
+            )
+
+
+def _part(box: Box, first: Shape, count: int) -> Box:
+    """``count`` indices of one axis, from ``first[-1]`` on, and one index of each axis before it."""
+    axis = len(first) - 1
+    start = tuple(a + b for a, b in zip(box.start, (*first, *[0] * (len(box.start) - axis - 1)), strict=True))
+    return Box(start, (*[1] * axis, count, *box.shape[axis + 1 :]))
+
+
+def byte_rows(
+    source_shape: Shape, source_box: Box, target_shape: Shape, target_box: Box, item: int, address: int
+) -> list[Rows]:
+    """The copy of one box onto another of the same shape, as rows that are contiguous on both sides.
+
+    :param item: bytes of one element, in source and target.
+    :param address: of the target's first element.
+    :raises ValueError: when a box leaves its tensor.
+    """
+    if not source_box.inside(source_shape) or not target_box.inside(target_shape):
+        raise ValueError(f"{source_box} of {list(source_shape)} cannot become {target_box} of {list(target_shape)}")
+    there, here = _strides(source_shape, item), _strides(target_shape, item)
+    start, size, axes = 0, item, list[tuple[int, int, int]]()
+    for axis in range(len(there) - 1, -1, -1):
+        count, from_source, to_target = source_box.shape[axis], there[axis], here[axis]
+        start += source_box.start[axis] * from_source
+        address += target_box.start[axis] * to_target
+        if count == 1:
+            continue
+        if not axes and from_source == to_target == size:
+            size *= count
+        elif axes and _continues(axes[-1], from_source, to_target):
+            inner = axes[-1]
+            axes[-1] = (inner[0] * count, inner[1], inner[2])
+        else:
+            axes.append((count, from_source, to_target))
+    if not axes:
+        return [Rows(start, size, size, 1, address, size)] if size else []
+    (count, from_source, to_target), *outer = axes
+    if not outer:
+        return [Rows(start, from_source, size, count, address, to_target)] if size * count else []
+    return [
+        Rows(
+            start + sum(i * axis[1] for i, axis in zip(at, reversed(outer), strict=True)),
+            from_source,
+            size,
+            count,
+            address + sum(i * axis[2] for i, axis in zip(at, reversed(outer), strict=True)),
+            to_target,
+        )
+        for at in product(*(range(axis[0]) for axis in reversed(outer)))
+        if size * count
+    ]
+
+
+def _continues(inner: tuple[int, int, int], from_source: int, to_target: int) -> bool:
+    """Whether an axis goes on where the one inside it ends, on both sides."""
+    count, source_stride, stride = inner
+    return from_source == count * source_stride and to_target == count * stride
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: Shape, item: int) -> tuple[int, ...]:
+    """Bytes from one index to the next on each axis of a row-major tensor."""
+    return tuple(item * prod(shape[axis + 1 :]) for axis in range(len(shape)))
