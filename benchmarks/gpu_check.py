@@ -2,7 +2,8 @@
 
 Builds a random Llama-like model of about a billion parameters in bfloat16 (nothing is downloaded), captures
 its decode step, compares replayed with eager logits, swaps weights under the graphs, and measures tokens per
-second against the measured copy bandwidth.  Exit code 0: all held; 1: something did not; 5: no GPU.
+second against the measured copy bandwidth.  Then a mixture-of-experts model, collectives in a graph, and each attention
+backend that is installed.  Exit code 0: all held; 1: something did not; 5: no GPU.
 ``--device cpu --tiny`` runs the same script on a small model, where steps are run and not recorded.
 """
 
@@ -10,248 +11,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_parts.bench import SIZES, Bench, Size, with_experts
+from gpu_parts.report import Report
 from torch import Tensor
 
-from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, EagerCapture, build_graphs, refusal
-from gtp_serve.errors import EngineFault
-from gtp_serve.kv.pool import KVPool
-from gtp_serve.models.decoder import Decoder, build_decoder
-from gtp_serve.ops.batch import Batch
-from gtp_serve.ops.choice import choose_ops
+from gtp_serve.config import AttentionBackend
+from gtp_serve.engine.capture import CudaCapture
+from gtp_serve.engine.collective import join_group
+from gtp_serve.engine.graphs import DecodeGraphs, refusal
+from gtp_serve.engine.ranks import Meeting
+from gtp_serve.errors import EngineFault, GtpServeError
 from gtp_serve.ops.paged import PagedPlan
-from gtp_serve.ops.table import PLAIN_PAGED, REFERENCE, Ops
+from gtp_serve.ops.table import REFERENCE
 
 NO_DEVICE = 5
 MEAN_GAP = 0.05
 """Log-probabilities of one bfloat16 model computed in two orders may differ by this on average."""
-
-LARGE = ModelConfig(
-    family="llama",
-    num_layers=16,
-    hidden_size=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn_size=8192,
-    vocab_size=128256,
-    vocab_rows=128256,
-    max_context=8192,
-    tied=True,
-    rope=RopeConfig(theta=500000.0),
-    dtype="bfloat16",
-)
-TINY = replace(
-    LARGE,
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_size=96,
-    vocab_size=300,
-    vocab_rows=320,
-    max_context=64,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """What is built and measured."""
-
-    model: ModelConfig
-    context: int
-    """Positions of each sequence; the last of them is decoded."""
-    batches: tuple[int, ...]
-    prompt: int
-    steps: int
-    """Steps of one measurement."""
-    copied_bytes: int
-    """Of the copy that measures the memory."""
-
-
-SIZES = {
-    "large": Size(model=LARGE, context=1024, batches=(1, 8, 32, 64), prompt=2048, steps=50, copied_bytes=2 << 30),
-    "tiny": Size(model=TINY, context=48, batches=(1, 2, 4), prompt=40, steps=3, copied_bytes=1 << 20),
-}
-
-
-@dataclass
-class Report:
-    """What was found, printed line by line as it comes."""
-
-    facts: dict[str, object] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def fact(self, name: str, value: object, unit: str = "") -> None:
-        """A number or a name."""
-        self.facts[name] = value
-        shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
-        print(f"  {name:<44} {shown} {unit}".rstrip(), flush=True)
-
-    def holds(self, name: str, good: bool, detail: str = "") -> None:
-        """Something that must be so."""
-        if not good:
-            self.failed.append(name)
-        print(f"  {'ok    ' if good else 'FAILED'} {name} {detail}".rstrip(), flush=True)
-
-    def skip(self, what: str, why: str) -> None:
-        """Something that was not looked at."""
-        self.skipped.append(f"{what}: {why}")
-
-    def finish(self) -> int:
-        """The last lines, and the exit code."""
-        for line in self.skipped:
-            print(f"  skipped {line}")
-        print(f"failed: {', '.join(self.failed)}" if self.failed else "all of it held")
-        return 1 if self.failed else 0
-
-
-class Timer:
-    """Seconds per call on one device, the median of several measurements."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def seconds(self, call: Callable[[], object], count: int, repeats: int = 3) -> float:
-        """Of one call out of ``count`` in a row."""
-        call()
-        return sorted(self._once(call, count) for _ in range(repeats))[repeats // 2]
-
-    def _once(self, call: Callable[[], object], count: int) -> float:
-        self.wait()
-        started = time.perf_counter()
-        for _ in range(count):
-            call()
-        self.wait()
-        return (time.perf_counter() - started) / count
-
-    def wait(self) -> None:
-        """Until the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class Bench:
-    """The model, its cache and its captured steps."""
-
-    def __init__(self, size: Size, device: str) -> None:
-        self.size, self.device = size, torch.device(device)
-        self.timer = Timer(self.device)
-        largest = max(size.batches)
-        blocks = largest * -(-size.context // 16)
-        self.config = EngineConfig(
-            model=size.model,
-            cache=CacheConfig(num_blocks=blocks),
-            dtype="bfloat16",
-            device=device,
-            max_running=largest,
-            max_context=size.context,
-        )
-        self.decoder = self.build(self.ops())
-        self.fill(0)
-        self.pool = self.build_pool()
-
-    def ops(self) -> Ops:
-        """What is served with on a GPU; on a CPU plain torch that can be captured."""
-        if self.device.type != "cuda":
-            return PLAIN_PAGED
-        return choose_ops(device=self.config.device, dtype=torch.bfloat16, head_dim=self.size.model.head_dim)
-
-    def build(self, ops: Ops) -> Decoder:
-        """A decoder without weights."""
-        return build_decoder(self.size.model, dtype=torch.bfloat16, device=self.config.device, ops=ops)
-
-    def build_pool(self) -> KVPool:
-        """With random numbers in every block: contexts that nobody had to compute."""
-        model, cache = self.size.model, self.config.cache
-        pool = KVPool(
-            num_layers=model.num_layers,
-            num_blocks=cache.num_blocks + SCRATCH_BLOCKS,
-            block_size=cache.block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=torch.bfloat16,
-            device=self.device,
-        )
-        generator = torch.Generator(self.device).manual_seed(1)
-        for tensor in (*pool.keys, *pool.values):
-            tensor.normal_(generator=generator)
-        return pool
-
-    def fill(self, seed: int) -> None:
-        """New weights into the memory of the old ones."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for target in self.decoder.targets():
-            scale = target.tensor.shape[-1] ** -0.5 if target.tensor.dim() > 1 else 1.0
-            target.tensor.normal_(generator=generator).mul_(scale)
-            if target.tensor.dim() == 1:
-                target.tensor.mul_(0.1).add_(1.0)
-
-    def weight_bytes(self) -> int:
-        """Read by each step: all parameters; of a table that is not the head, only rows."""
-        counted = 0
-        for target in self.decoder.targets():
-            if target.shard.key == "model.embed_tokens.weight" and not self.size.model.tied:
-                continue
-            counted += target.tensor.nbytes
-        return counted
-
-    def kv_bytes(self, sequences: int) -> int:
-        """Read by each step."""
-        model = self.size.model
-        return 2 * model.num_layers * sequences * self.size.context * model.num_kv_heads * model.head_dim * 2
-
-    def decode(self, count: int, device: torch.device | str = "cpu") -> Batch:
-        """The last token of ``count`` sequences, whose blocks lie scattered."""
-        block = self.config.cache.block_size
-        order = torch.randperm(self.config.cache.num_blocks, generator=torch.Generator().manual_seed(2))
-        tables = order.view(max(self.size.batches), -1)[:count]
-        last = self.size.context - 1
-        return Batch(
-            token_ids_T=torch.arange(count) + 1,
-            positions_T=torch.full((count,), last),
-            slots_T=tables[:, last // block] * block + last % block,
-            query_starts=tuple(range(count + 1)),
-            context_lens=(self.size.context,) * count,
-            block_tables_SB=tables,
-            logit_rows_S=torch.arange(count),
-        ).to(device)
-
-    def prompt(self) -> Batch:
-        """Chunks of several sequences, each at the end of its context."""
-        block, context = self.config.cache.block_size, self.size.context
-        decode = self.decode(max(1, self.size.prompt // (context // 2)))
-        tables, count = decode.block_tables_SB, len(decode.block_tables_SB)
-        rows = self.size.prompt // count
-        positions = torch.arange(context - rows, context)
-        return Batch(
-            token_ids_T=torch.arange(rows * count) % self.size.model.vocab_size,
-            positions_T=positions.repeat(count),
-            slots_T=(tables[:, positions // block] * block + positions % block).flatten(),
-            query_starts=tuple(range(0, rows * count + 1, rows)),
-            context_lens=(context,) * count,
-            block_tables_SB=tables,
-            logit_rows_S=torch.arange(1, count + 1) * rows - 1,
-        ).to(self.device)
-
-    def eager(self, batch: Batch, decoder: Decoder | None = None) -> Tensor:
-        """Logits of the step as it runs without a graph."""
-        return (decoder or self.decoder).forward(batch.to(self.device), self.pool.keys, self.pool.values)
-
-    def graphs(self) -> DecodeGraphs:
-        """Nothing captured yet."""
-        capture = None if self.device.type == "cuda" else EagerCapture()
-        return build_graphs(self.decoder, self.pool, self.config, capture)
+MEAN_SPARSE_GAP = 0.3
+"""With experts: where two are nearly equal, rounding decides which one is taken.  Unrelated logits differ by 1.1."""
+EXTRAS: tuple[tuple[AttentionBackend, int], ...] = (("flash-attn", 256), ("flashinfer", 16))
+"""Attention backends with the sizes of their blocks; the one that compiles its kernels comes last."""
 
 
 def measure_copy(bench: Bench) -> float:
@@ -282,11 +69,11 @@ def capture_all(bench: Bench, report: Report) -> DecodeGraphs:
     return graphs
 
 
-def agree(report: Report, name: str, got: Tensor, expected: Tensor) -> None:
+def agree(report: Report, name: str, got: Tensor, expected: Tensor, allowed: float = MEAN_GAP) -> None:
     """Log-probabilities of two ways of rounding: close on average, and the largest difference is told."""
     gap = (got.log_softmax(-1) - expected.log_softmax(-1)).abs()
     mean, largest = float(gap.mean()), float(gap.max())
-    report.holds(name, mean < MEAN_GAP, f"(log-probabilities differ by {mean:.2g}, at most {largest:.2g})")
+    report.holds(name, mean < allowed, f"(log-probabilities differ by {mean:.2g}, at most {largest:.2g})")
 
 
 def compare(bench: Bench, graphs: DecodeGraphs, report: Report) -> None:
@@ -301,9 +88,10 @@ def compare(bench: Bench, graphs: DecodeGraphs, report: Report) -> None:
     before = [cache.clone() for cache in (bench.pool.keys[0], bench.pool.values[-1])]
     replayed = graphs.replay(batch).clone()
     after = bench.pool.keys[0], bench.pool.values[-1]
-    owned = bench.config.cache.num_blocks
+    cache = bench.config.cache
+    owned = cache.num_blocks * cache.block_size
     touched = [
-        set((now != then).flatten(0, 1).flatten(1).any(-1)[: owned * 16].nonzero().flatten().tolist())
+        set((now != then).flatten(0, 1).flatten(1).any(-1)[:owned].nonzero().flatten().tolist())
         for now, then in zip(after, before, strict=True)
     ]
     slots = set(batch.slots_T.tolist())
@@ -311,13 +99,69 @@ def compare(bench: Bench, graphs: DecodeGraphs, report: Report) -> None:
     agree(report, f"a padded bucket agrees, {count} rows", replayed, bench.eager(batch))
 
 
-def compare_with_reference(bench: Bench, report: Report) -> None:
+def compare_with_reference(bench: Bench, report: Report, what: str = "") -> None:
     """The device's ops with the specification in plain torch, on the same weights."""
+    allowed = MEAN_GAP if bench.size.model.moe is None else MEAN_SPARSE_GAP
     plain = bench.build(REFERENCE)
     for mine, other in zip(plain.targets(), bench.decoder.targets(), strict=True):
         mine.tensor.copy_(other.tensor)
     for name, batch in (("single tokens", bench.decode(2)), ("prompt chunks", bench.prompt())):
-        agree(report, f"{name} agree with plain torch", bench.eager(batch), bench.eager(batch, plain))
+        agree(report, f"{what}{name} agree with plain torch", bench.eager(batch), bench.eager(batch, plain), allowed)
+
+
+def check_model(bench: Bench, report: Report, what: str) -> None:
+    """The essentials for another model or other ops: one bucket, full and padded, and its speed."""
+    report.fact(f"{what}: ops", bench.decoder.placement.ops.name)
+    graphs = bench.graphs()
+    started = time.perf_counter()
+    graphs.capture_next()
+    bench.timer.wait()
+    report.fact(f"{what}: first capture", time.perf_counter() - started, "s")
+    largest = max(bench.size.batches)
+    report.holds(f"{what}: {largest} rows are captured", graphs.failures == {}, str(graphs.failures or ""))
+    if graphs.captured:
+        for count in (largest, largest - 1):
+            batch = bench.decode(count)
+            agree(report, f"{what}: replayed agrees, {count} rows", graphs.replay(batch).clone(), bench.eager(batch))
+        seconds = bench.timer.seconds(partial(graphs.replay, bench.decode(largest)), bench.size.steps)
+        report.fact(f"{what}: decode, {largest} rows, replayed", largest / seconds, "tokens/s")
+    compare_with_reference(bench, report, f"{what}: ")
+
+
+def check_collectives(bench: Bench, report: Report) -> None:
+    """NCCL's operations in a graph, in a group of one rank."""
+    if bench.device.type != "cuda":
+        report.skip("collectives in a graph", "gloo's run on the host")
+        return
+    descriptor = os.memfd_create("gpu-check-ranks")
+    group = join_group(Meeting(descriptor=descriptor, rank=0, size=1, form_seconds=60, step_seconds=60), "cuda")
+    x = torch.ones(64, 2048, device=bench.device)
+    capture = CudaCapture(bench.device)
+
+    def step() -> Tensor:
+        return group.all_gather(group.all_reduce(x * 2) + 1)
+
+    capture.warm_up(step)
+    recorded = capture.record(step)
+    x.fill_(3.0)
+    report.holds("collectives are replayed in a graph", torch.equal(recorded.replay(), torch.full_like(x, 7.0)))
+    group.abort()
+    os.close(descriptor)
+
+
+def check_extras(size: Size, device: str, report: Report, end: float) -> None:
+    """Each attention backend that is an extra, if it is installed."""
+    for attention, block_size in EXTRAS:
+        what = f"--attention-backend {attention}"
+        if time.monotonic() > end:
+            report.skip(what, "the time was up")
+            continue
+        try:
+            bench = Bench(size, device, attention=attention, block_size=block_size)
+        except GtpServeError as refused:
+            report.skip(what, refused.message)
+        else:
+            check_model(bench, report, attention)
 
 
 def swap_weights(bench: Bench, graphs: DecodeGraphs, report: Report) -> None:
@@ -404,8 +248,14 @@ def run(size: Size, device: str, seconds: float) -> Report:
         report.skip("speed of prompt chunks", "the time was up")
     if (reason := refusal(bench.decoder, bench.config)) is not None:
         report.skip("recording of steps", reason)
-    report.skip("mixture-of-experts models", "their routing asks the host, so their steps are not captured")
-    report.skip("several GPUs", "this script uses one")
+    check_collectives(bench, report)
+    del bench, graphs
+    if time.monotonic() < end:
+        check_model(Bench(with_experts(size), device), report, "experts")
+    else:
+        report.skip("mixture-of-experts models", "the time was up")
+    check_extras(size, device, report, end)
+    report.skip("several GPUs", "this script uses one; tests/gpu/test_ranks_gpu.py takes two")
     return report
 
 

@@ -35,6 +35,8 @@ class GroupCollective:
     group: Any
     """torch's ProcessGroupGloo or ProcessGroupNCCL."""
     abort: Callable[[], None]
+    capturable: bool
+    """NCCL's operations are; gloo's are the host's."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on all of them; overwrites ``x`` when it is contiguous."""
@@ -69,7 +71,7 @@ def join_group(meeting: Meeting, device: str) -> GroupCollective:
             f"rank tp{rank} could not connect to the other {size - 1} within {meeting.form_seconds:g} s",
             [("error", str(error).splitlines()[0])],
         ) from error
-    return GroupCollective(rank, size, group, abort)
+    return GroupCollective(rank, size, group, abort, capturable=device == "cuda")
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, Callable[[], None]]:

@@ -1,15 +1,15 @@
 """The decode step, captured once for each bucket of batch sizes and replayed.
 
 A captured step reads its inputs from buffers that never move; rows that a batch leaves over write to a
-scratch block that no sequence owns.  How a step is recorded is a ``Capture``'s business: ``CudaCapture``
-makes CUDA graphs, ``EagerCapture`` runs the same step over the same buffers anywhere.
+scratch block that no sequence owns.  How a step is recorded is a ``Capture``'s business (``engine.capture``).
 Legend: S rows of a bucket, B blocks per table, P positions in a block, V vocabulary rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,16 +17,25 @@ from torch import Tensor
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
+from gtp_serve.engine.capture import Capture, CudaCapture, Recorded
 from gtp_serve.errors import UsageError
 from gtp_serve.kv.blocks import blocks_for
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder
-from gtp_serve.ops.batch import Batch, Taps
+from gtp_serve.ops.batch import Batch, FixedAttention, Taps
 from gtp_serve.refit.apply import Target
 
 SCRATCH_BLOCKS = 1
 """Blocks that a pool under captured steps has beyond those that the scheduler hands out: the last ones."""
-_WARM_UPS = 2
+Outcome = Callable[[], str]
+"""Waits until the other ranks are done with a capture; why one of them failed, or nothing."""
+Together = Callable[[int], AbstractContextManager[Outcome]]
+"""Tells the other ranks to capture this size; entered around this rank's own capture."""
+
+
+def alone(size: int) -> AbstractContextManager[Outcome]:
+    """There are no other ranks."""
+    return nullcontext(lambda: "")
 
 
 class CapturableModel(Protocol):
@@ -38,84 +47,13 @@ class CapturableModel(Protocol):
         """Logits, as ``Decoder.forward``; of single tokens it must ask the host nothing."""
         ...
 
+    def fix_attention(self, batch: Batch, block_size: int) -> FixedAttention | None:
+        """What makes that so where attention must be worked out on the host first; else None."""
+        ...
+
     def targets(self) -> list[Target]:
         """All parameters."""
         ...
-
-
-class Recorded(Protocol):
-    """One step that can be run again."""
-
-    def replay(self) -> Tensor:
-        """Run it on what its buffers hold now; the result is always in the same memory."""
-        ...
-
-
-class Capture(Protocol):
-    """How steps are recorded on a device."""
-
-    def record(self, step: Callable[[], Tensor]) -> Recorded:
-        """Record one step; it may be run several times for that."""
-        ...
-
-
-class EagerCapture:
-    """Records nothing: each replay runs the step again."""
-
-    def record(self, step: Callable[[], Tensor]) -> EagerStep:
-        """Run it once, for the memory of its result."""
-        return EagerStep(step, step().clone())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EagerStep:
-    """A step that is run anew, its result copied to where a recorded one would be."""
-
-    step: Callable[[], Tensor]
-    output: Tensor
-
-    def replay(self) -> Tensor:
-        """See ``Recorded``."""
-        return self.output.copy_(self.step())
-
-
-class CudaCapture:
-    """CUDA graphs that share one memory pool: they never run at the same time."""
-
-    def __init__(self, device: str | torch.device) -> None:
-        self._device = torch.device(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def record(self, step: Callable[[], Tensor]) -> CudaStep:
-        """Run it until kernels are compiled and libraries set up, then record it."""
-        self._warm_up(step)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a refit's threads may allocate while this one records.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = step()
-        return CudaStep(graph, output)
-
-    def _warm_up(self, step: Callable[[], Tensor]) -> None:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                step()
-        current.wait_stream(self._stream)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CudaStep:
-    """A graph and its result, which keeps its place in the pool."""
-
-    graph: torch.cuda.CUDAGraph
-    output: Tensor
-
-    def replay(self) -> Tensor:
-        """See ``Recorded``.  Runs on the current stream and is not waited for."""
-        self.graph.replay()
-        return self.output
 
 
 class StaticInputs:
@@ -141,6 +79,12 @@ class StaticInputs:
             block_tables_SB=self._tables_SB,
             logit_rows_S=torch.arange(size, device=device),
         )
+        self._attention: FixedAttention | None = None
+
+    def use(self, attention: FixedAttention | None) -> None:
+        """Let the step attend by this, which is told of each batch that is loaded."""
+        self._attention = attention
+        self.batch = replace(self.batch, attention=attention)
 
     def load(self, batch: Batch) -> None:
         """Put a batch into the first rows and padding into the others; two copies, neither waited for."""
@@ -155,6 +99,8 @@ class StaticInputs:
         tables_SB[count:] = self._scratch_block
         self._columns_3S.copy_(columns_3S, non_blocking=True)
         self._tables_SB[:, :width].copy_(tables_SB, non_blocking=True)
+        if self._attention is not None:
+            self._attention.load(batch.context_lens)
 
     def _staging(self, shape: Sequence[int], batch: Batch) -> Tensor:
         source, target = batch.token_ids_T.device, self._columns_3S.device
@@ -178,6 +124,8 @@ class DecodeGraphs:
     :param pool: has SCRATCH_BLOCKS blocks beyond the scheduler's; addresses are taken from it.
     :param sizes: batch sizes to capture.
     :param max_blocks: the longest block table of a sequence.
+    :param together: see ``Together``.  Every rank captures the same sizes in the same order, and rank 0 says which
+        of them a step runs in: it does ``choose``, the others ``run``.
     """
 
     def __init__(
@@ -188,8 +136,9 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int],
         max_blocks: int,
+        together: Together = alone,
     ) -> None:
-        self._model, self._pool, self._capture = model, pool, capture
+        self._model, self._pool, self._capture, self._together = model, pool, capture, together
         self._device = pool.keys[0].device
         self._max_blocks = max_blocks
         self._pending = sorted(set(sizes), reverse=True)
@@ -204,22 +153,42 @@ class DecodeGraphs:
         """Sizes that can be replayed, ascending."""
         return sorted(self._buckets)
 
-    @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture the largest size that is left; returns whether there was one."""
+        """Capture the largest size that is left; returns whether there was one.
+
+        :raises GtpServeError: with other ranks, when they are no longer in step.
+        """
         if not self._pending:
             return False
         size = self._pending.pop(0)
-        try:
-            self._buckets[size] = self._record(size)
-        except Exception as error:  # whatever a device says to recording: eager steps go on
-            self.failures[size] = f"{type(error).__name__}: {error}"
-        else:
-            if len(self._buckets) == 1:
-                self.addresses.register()
+        with self._together(size) as outcome:
+            try:
+                failure = self.capture(size)
+            except Exception as error:
+                if self._together is not alone:
+                    raise  # the others may be waiting in a collective
+                failure = _words(error)
+            failure = outcome() or failure
+        if failure:
+            self._buckets.pop(size, None)
+            self.failures[size] = failure
         return True
 
-    def _record(self, size: int) -> _Bucket:
+    @torch.inference_mode()
+    def capture(self, size: int) -> str:
+        """Capture one size; why it could not be recorded, or nothing.  Raises what its warm-up raises."""
+        inputs, step = self._prepare(size)
+        self._capture.warm_up(step)
+        try:
+            bucket = _Bucket(inputs, self._capture.record(step))
+        except Exception as error:  # whatever a device says to recording: eager steps go on
+            return _words(error)
+        self._buckets[size] = bucket
+        if len(self._buckets) == 1:
+            self.addresses.register()
+        return ""
+
+    def _prepare(self, size: int) -> tuple[StaticInputs, Callable[[], Tensor]]:
         inputs = StaticInputs(
             size,
             max_blocks=self._max_blocks,
@@ -227,8 +196,9 @@ class DecodeGraphs:
             scratch_block=self._pool.num_blocks - SCRATCH_BLOCKS,
             device=self._device,
         )
+        inputs.use(self._model.fix_attention(inputs.batch, self._pool.block_size))
         keys, values = self._pool.keys, self._pool.values
-        return _Bucket(inputs, self._capture.record(lambda: self._model.forward(inputs.batch, keys, values)))
+        return inputs, lambda: self._model.forward(inputs.batch, keys, values)
 
     def fits(self, batch: Batch) -> bool:
         """Each sequence brings one token, logits alone are wanted, and a captured bucket is large enough."""
@@ -251,9 +221,11 @@ class DecodeGraphs:
         :param batch: on the CPU (cheapest) or on the model's device.
         :raises ValueError: it does not fit.
         """
+        return self._replay(batch, self._size_for(len(batch.context_lens)))
+
+    def _replay(self, batch: Batch, size: int | None) -> Tensor:
         count = len(batch.context_lens)
-        size = self._size_for(count)
-        if size is None or not self.fits(batch):
+        if size is None or size not in self._buckets or size < count or not self.fits(batch):
             raise ValueError(f"a batch of {count} sequences fits none of the buckets {self.captured}")
         bucket = self._buckets[size]
         bucket.inputs.load(batch)
@@ -265,12 +237,33 @@ class DecodeGraphs:
     def forward(
         self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
     ) -> Tensor:
-        """``replay`` where it fits and nothing is tapped that a replay cannot give, else the model's own.
+        """``run`` in the bucket that ``choose`` finds.
 
         :param keys: the pool's, as ``values``.
         """
-        if self.fits(batch) and (taps is None or taps.routes is None):
-            return self.replay(batch)
+        return self.run(self.choose(batch, taps), batch, keys, values, taps)
+
+    def choose(self, batch: Batch, taps: Taps | None = None) -> int | None:
+        """The bucket that fits; None where none does or something is tapped that a replay cannot give."""
+        if not self.fits(batch) or (taps is not None and taps.routes is not None):
+            return None
+        return self._size_for(len(batch.context_lens))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        size: int | None,
+        batch: Batch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        taps: Taps | None = None,
+    ) -> Tensor:
+        """Replay this bucket, or run the model's own step where there is none.
+
+        :raises ValueError: the bucket is not captured, or the batch does not fit it.
+        """
+        if size is not None:
+            return self._replay(batch, size)
         self.ran_eagerly += 1
         return self._model.forward(batch.to(self._device), keys, values, taps)
 
@@ -301,13 +294,26 @@ def refusal(decoder: Decoder, config: EngineConfig) -> str | None:
         return f"attention of {ops.name} asks the host for lengths"
     if config.model.moe is not None and not ops.captures_experts:
         return f"routed experts of {ops.name} ask the host how many tokens each expert has"
+    if not decoder.placement.tp.capturable:
+        return "the ranks' collectives run on the host"
     return None
 
 
-def build_graphs(decoder: Decoder, pool: KVPool, config: EngineConfig, capture: Capture | None = None) -> DecodeGraphs:
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def build_graphs(
+    decoder: Decoder,
+    pool: KVPool,
+    config: EngineConfig,
+    capture: Capture | None = None,
+    together: Together = alone,
+) -> DecodeGraphs:
     """Nothing captured yet.
 
     :param capture: CUDA graphs by default.
+    :param together: see ``DecodeGraphs``.
     :raises UsageError: the decoder cannot be captured (see ``refusal``).
     """
     if capture is None and (reason := refusal(decoder, config)) is not None:
@@ -322,4 +328,5 @@ def build_graphs(decoder: Decoder, pool: KVPool, config: EngineConfig, capture: 
         CudaCapture(config.device) if capture is None else capture,
         sizes=bucket_sizes(config.max_running),
         max_blocks=blocks_for(config.max_context, config.cache.block_size),
+        together=together,
     )

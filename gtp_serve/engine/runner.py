@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,10 +33,31 @@ class ForwardPass(Protocol):
         ...
 
 
+@runtime_checkable
+class CapturedPass(ForwardPass, Protocol):
+    """A decoder with recorded steps."""
+
+    def choose(self, batch: Batch, taps: Taps | None = None) -> int | None:
+        """Which of them this batch is run in; None: in none."""
+        ...
+
+    def run(
+        self,
+        size: int | None,
+        batch: Batch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        taps: Taps | None = None,
+    ) -> Tensor:
+        """``forward`` in the one that was chosen."""
+        ...
+
+
 class ModelRunner:
     """Runs plans on one decoder and one KV pool, on the device of the configuration.
 
-    :param together: entered around each forward pass, when its inputs are built: it tells the other ranks.
+    :param together: entered around each forward pass, when its inputs are built: it tells the other ranks the plan
+        and the recorded step that it runs in.
     :param grammars: compiles grammars for the model's tokenizer, if it has one.
     :param greedy: see ``Sampler``.
     """
@@ -47,7 +68,7 @@ class ModelRunner:
         pool: KVPool,
         config: EngineConfig,
         *,
-        together: Callable[[StepPlan], AbstractContextManager[None]] = lambda plan: nullcontext(),
+        together: Callable[[StepPlan, int | None], AbstractContextManager[None]] = lambda plan, bucket: nullcontext(),
         grammars: GrammarCompiler | None = None,
         greedy: Callable[[Tensor, int], Greedy] | None = None,
     ) -> None:
@@ -61,12 +82,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, taps: Taps | None = None) -> Tensor:
-        """The pass through the model alone, as a rank does that does not sample: logits."""
+        """The pass through the model alone: logits."""
         batch = build_batch(plan, self._config.device)
-        with self._together(plan):
-            if taps is None:
-                return self._decoder.forward(batch, self._pool.keys, self._pool.values)
-            return self._decoder.forward(batch, self._pool.keys, self._pool.values, taps)
+        bucket = self._decoder.choose(batch, taps) if isinstance(self._decoder, CapturedPass) else None
+        with self._together(plan, bucket):
+            return self._run(batch, bucket, taps)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan, bucket: int | None) -> Tensor:
+        """The same pass on a rank that is told which recorded step it runs in."""
+        return self._run(build_batch(plan, self._config.device), bucket, None)
+
+    def _run(self, batch: Batch, bucket: int | None, taps: Taps | None) -> Tensor:
+        cache = self._pool.keys, self._pool.values
+        if isinstance(self._decoder, CapturedPass):
+            return self._decoder.run(bucket, batch, *cache, taps)
+        if taps is None:
+            return self._decoder.forward(batch, *cache)
+        return self._decoder.forward(batch, *cache, taps)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:

@@ -16,7 +16,7 @@ from gtp_serve.layers.linear import RowLinear, kv_share, qkv_linear
 from gtp_serve.layers.norm import RMSNorm
 from gtp_serve.layers.parameter import targets_of
 from gtp_serve.layers.placement import Placement
-from gtp_serve.ops.table import AttentionPlan
+from gtp_serve.ops.batch import AttentionPlan
 from gtp_serve.refit.apply import Target
 
 

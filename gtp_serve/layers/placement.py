@@ -25,6 +25,11 @@ class Collective(Protocol):
         """Number of ranks."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """The device does the operations by itself, so that a step with them can be recorded and replayed."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks; may overwrite and return ``x``."""
         ...
@@ -40,6 +45,7 @@ class SingleRank:
 
     rank: int = 0
     size: int = 1
+    capturable: bool = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """``x`` itself."""
@@ -67,6 +73,11 @@ class InRankOrder:
     def size(self) -> int:
         """The other's."""
         return self.other.size
+
+    @property
+    def capturable(self) -> bool:
+        """The other's."""
+        return self.other.capturable
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Gathers all summands and adds them up, the same on every rank."""

@@ -22,7 +22,7 @@ from gtp_serve.layers.rotary import Rotary
 from gtp_serve.layers.vocabulary import VocabularyTable
 from gtp_serve.layout.ranks import possible_ranks
 from gtp_serve.models.moe import MoeBlock
-from gtp_serve.ops.batch import SCORE_PIECE_ROWS, Batch, Taps
+from gtp_serve.ops.batch import SCORE_PIECE_ROWS, Batch, FixedAttention, Taps
 from gtp_serve.ops.choice import choose_ops
 from gtp_serve.ops.table import Ops
 from gtp_serve.refit.apply import Target
@@ -116,8 +116,15 @@ class Decoder:
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         cos_TR, sin_TR = self.rotary(batch.positions_T, self.placement.dtype)
-        plan = self.placement.ops.plan_attention(batch, block_size, self.config.sliding_window)
+        plan = batch.attention
+        if plan is None:
+            plan = self.placement.ops.plan_attention(batch, block_size, self.config.sliding_window)
         return Step(slots_T=batch.slots_T, cos_TR=cos_TR, sin_TR=sin_TR, attention=plan)
+
+    def fix_attention(self, batch: Batch, block_size: int) -> FixedAttention | None:
+        """Attention for recorded steps over the buffers of ``batch``; None where a step's own plan can be recorded."""
+        fix = self.placement.ops.fix_attention
+        return None if fix is None else fix(batch, block_size, self.config.sliding_window)
 
     def targets(self) -> list[Target]:
         """All parameters of this rank with their spans; a tied head is not a parameter of its own."""

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class AttentionPlan(Protocol):
+    """What one step's attention needs beside its tensors, worked out once for all layers."""
+
+    def attend(self, q_THE: Tensor, keys_NPKE: Tensor, values_NPKE: Tensor, scale: float) -> Tensor:
+        """Attention of each row over the cached keys of its sequence; [T, H, E] in the query's dtype."""
+        ...
+
+
+class FixedAttention(AttentionPlan, Protocol):
+    """A plan over buffers that never move, for a step of single tokens that is recorded once and run again.
+
+    Its first ``attend`` may ask the host; those after it, and those after each ``load``, do not.
+    """
+
+    def load(self, lengths: Sequence[int]) -> None:
+        """Before each run, when the batch's block tables are in their buffer: the length of each sequence.
+
+        :param lengths: of the first rows; the others are padding, of length 1.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,6 +57,8 @@ class Batch:
     """int64: rows of T whose logits are wanted."""
     score_rows_R: Tensor | None = None
     """int64: further rows of T whose logits are wanted, a piece at a time (see ``Taps``)."""
+    attention: AttentionPlan | None = None
+    """Made beforehand, for a recorded step; None: the step makes its own."""
 
     @property
     def decode_only(self) -> bool:

@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.batch import AttentionPlan, Batch
 from gtp_serve.ops.paged import PagedPlan, plan_paged
-from gtp_serve.ops.table import REFERENCE, AttentionPlan, Ops
+from gtp_serve.ops.table import REFERENCE, Ops
 from gtp_serve.ops.triton_attention import paged_attention
+from gtp_serve.ops.triton_experts import experts
 from gtp_serve.ops.triton_greedy import greedy
 from gtp_serve.ops.triton_heads import rotate_and_cache
 from gtp_serve.ops.triton_norm import add_rms_norm, rms_norm
@@ -36,11 +37,13 @@ def triton_ops(varlen: Varlen | None) -> Ops:
         REFERENCE,
         name=f"Triton kernels, prompts through {prompts}",
         capturable=True,
+        captures_experts=True,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotate_and_cache=rotate_and_cache,
         plan_attention=partial(plan_attention, varlen),
         swiglu=swiglu,
+        experts=experts,
         greedy=greedy,
     )
 

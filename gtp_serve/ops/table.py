@@ -7,23 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gtp_serve.ops import reference
-from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.batch import AttentionPlan, Batch, FixedAttention
 from gtp_serve.ops.greedy import Greedy, greedy
 from gtp_serve.ops.paged import plan_paged
-
-
-class AttentionPlan(Protocol):
-    """What one step's attention needs beside its tensors, worked out once for all layers."""
-
-    def attend(self, q_THE: Tensor, keys_NPKE: Tensor, values_NPKE: Tensor, scale: float) -> Tensor:
-        """Attention of each row over the cached keys of its sequence; [T, H, E] in the query's dtype."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +32,8 @@ class Ops:
     rotate_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     plan_attention: Callable[[Batch, int, int | None], AttentionPlan]
     """Of a batch, the block size and the window."""
+    fix_attention: Callable[[Batch, int, int | None], FixedAttention] | None = None
+    """For attention that asks the host before each step: of a recorded step's buffers, the same; else None."""
     swiglu: Callable[[Tensor], Tensor]
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     embedding: Callable[[Tensor, Tensor], Tensor]

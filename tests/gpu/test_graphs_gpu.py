@@ -9,7 +9,7 @@ import torch
 from fakes import TINY_MODEL, engine_config
 from torch import Tensor
 
-from gtp_serve.config import CacheConfig, EngineConfig
+from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig, MoeConfig
 from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, build_graphs
 from gtp_serve.errors import EngineFault
 from gtp_serve.kv.pool import KVPool
@@ -37,8 +37,8 @@ CONFIG: EngineConfig = replace(
 class Setup:
     """A decoder with random weights, a pool with random contents, and its captured steps."""
 
-    def __init__(self, dtype: torch.dtype, ops: Ops | None = None) -> None:
-        self.decoder = build_decoder(MODEL, dtype=dtype, device="cuda", ops=ops)
+    def __init__(self, dtype: torch.dtype, ops: Ops | None = None, model: ModelConfig = MODEL) -> None:
+        self.decoder = build_decoder(model, dtype=dtype, device="cuda", ops=ops)
         self.fill(1)
         self.pool = KVPool(
             num_layers=3,
@@ -51,7 +51,7 @@ class Setup:
         )
         for cache in (*self.pool.keys, *self.pool.values):
             cache.normal_()
-        self.graphs: DecodeGraphs = build_graphs(self.decoder, self.pool, CONFIG)
+        self.graphs: DecodeGraphs = build_graphs(self.decoder, self.pool, replace(CONFIG, model=model))
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -97,6 +97,21 @@ def test_a_replayed_step_has_the_bits_of_an_eager_one(dtype: torch.dtype, ops: O
     for count in (1, 2, 4, 8):
         for device in ("cpu", "cuda"):
             batch = decode_batch(count, device)
+            expected = setup.eager(batch)
+            assert torch.isfinite(expected).all()
+            assert torch.equal(setup.graphs.replay(batch), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replayed_step_through_routed_experts_has_the_bits_of_an_eager_one(dtype: torch.dtype) -> None:
+    """For other tokens, which go to other experts, than those that it was recorded with."""
+    moe = MoeConfig(num_experts=16, top_k=4, ffn_size=96, shared_ffn_size=64, shared_gate=True)
+    setup = Setup(dtype, model=replace(MODEL, ffn_size=0, moe=moe))
+    setup.capture()
+    for count in (1, 2, 4, 8):
+        for shift in (0, 20):
+            batch = decode_batch(count)
+            batch = replace(batch, token_ids_T=batch.token_ids_T + shift)
             expected = setup.eager(batch)
             assert torch.isfinite(expected).all()
             assert torch.equal(setup.graphs.replay(batch), expected)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpu import expert_checks
 from gpu.kernel_checks import CHECKS, Draw, PagedCase, mixed_batch
 
 from gtp_serve.ops import reference, table
@@ -22,7 +23,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+ALL_CHECKS = CHECKS | expert_checks.CHECKS
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS.values(), ids=ALL_CHECKS)
 def test_on_the_device(check: Callable[[str], None]) -> None:
     check("cuda")
 
@@ -68,4 +72,5 @@ def test_the_device_gets_triton_and_float32_prompts_go_through_the_paged_kernel(
     ops = choose_ops(device="cuda", dtype=torch.bfloat16, head_dim=64)
     assert ops.name.startswith("Triton kernels")
     assert ops.capturable
+    assert ops.captures_experts
     assert replace(ops, name="") != replace(table.REFERENCE, name="")

@@ -35,6 +35,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gpu_check", module)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec.loader.exec_module(module)
     return module
 
@@ -48,7 +49,13 @@ def test_a_small_model_on_the_cpu_goes_through_every_check(tmp_path: Path) -> No
     assert found["facts"]["decode, 4 rows, replayed"] > 0
     assert found["facts"]["decode, 4 rows, share of copy bandwidth"] > 0
     assert any(line.startswith("recording of steps: there are no CUDA graphs") for line in found["skipped"])
-    assert done.stdout.count("  ok     ") == 13
+    assert done.stdout.count("  ok     ") == 18
+    assert found["facts"]["experts: decode, 4 rows, replayed"] > 0
+    reasons = [line for line in found["skipped"] if line.startswith("--attention-backend")]
+    assert reasons == [
+        f"--attention-backend {name}: --attention-backend {name} needs a GPU, and the device is cpu"
+        for name in ("flash-attn", "flashinfer")
+    ]
     assert "FAILED" not in done.stdout
 
 

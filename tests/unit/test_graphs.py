@@ -11,14 +11,15 @@ import torch
 from fakes import TINY_MODEL, engine_config, request
 from torch import Tensor
 
+from gtp_serve.assembly import captures_steps
 from gtp_serve.config import CacheConfig, EngineConfig, MoeConfig
 from gtp_serve.engine.addresses import AddressRegistry
+from gtp_serve.engine.capture import EagerCapture, EagerStep
+from gtp_serve.engine.collective import GroupCollective
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.graphs import (
     SCRATCH_BLOCKS,
     DecodeGraphs,
-    EagerCapture,
-    EagerStep,
     bucket_sizes,
     build_graphs,
     refusal,
@@ -28,6 +29,7 @@ from gtp_serve.errors import EngineFault, UsageError
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Batch, Taps
+from gtp_serve.ops.cuda import triton_ops
 from gtp_serve.ops.table import PLAIN_PAGED, REFERENCE, Ops
 
 torch.set_num_threads(1)
@@ -168,7 +170,7 @@ def test_buckets_are_captured_one_at_a_time_and_the_largest_first() -> None:
 def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
     ran: list[int] = []
 
-    class NotingCapture:
+    class NotingCapture(EagerCapture):
         def record(self, step: Callable[[], Tensor]) -> EagerStep:
             result = step().clone()
 
@@ -277,7 +279,7 @@ def test_other_changes_of_addresses_are_told_apart_and_many_are_summed_up() -> N
 
 
 def test_a_size_that_cannot_be_captured_is_left_out_and_said() -> None:
-    class SmallMemory:
+    class SmallMemory(EagerCapture):
         def record(self, step: Callable[[], Tensor]) -> EagerStep:
             output = step().clone()
             if len(output) > 2:
@@ -317,7 +319,22 @@ def test_a_decoder_that_asks_the_host_is_not_captured() -> None:
     moe = MoeConfig(num_experts=4, top_k=2, ffn_size=8)
     sparse = replace(config("cuda"), model=replace(MODEL, moe=moe))
     assert "how many tokens each expert has" in (refusal(make_decoder(), sparse) or "")
+    assert refusal(make_decoder(triton_ops(None)), sparse) is None
     assert refusal(make_decoder(), config("cuda")) is None
+
+
+def test_ranks_are_captured_where_their_collectives_are_the_devices_own() -> None:
+    def ranks(*, capturable: bool) -> Decoder:
+        group = GroupCollective(0, 2, group=None, abort=lambda: None, capturable=capturable)
+        return build_decoder(
+            MODEL, dtype=torch.float32, device="cpu", tp_rank=0, tp_size=2, collective=group, ops=PLAIN_PAGED
+        )
+
+    two = replace(config("cuda"), tp=2)
+    assert captures_steps(two, ranks(capturable=True))
+    assert not captures_steps(two, ranks(capturable=False))
+    assert not captures_steps(replace(two, graphs=False), ranks(capturable=True))
+    assert refusal(ranks(capturable=False), two) == "the ranks' collectives run on the host"
 
 
 def test_the_pool_must_have_the_scratch_block() -> None:

@@ -60,6 +60,7 @@ class Ranks:
 class ThreadCollective:
     ranks: Ranks
     rank: int
+    capturable: bool = False
 
     @property
     def size(self) -> int:

@@ -141,7 +141,7 @@ def test_routing_takes_the_lowest_of_equal_experts() -> None:
 
 def test_sums_over_ranks_are_taken_in_their_order() -> None:
     class Gathered:
-        rank, size = 1, 3
+        rank, size, capturable = 1, 3, False
 
         def all_reduce(self, x: Tensor) -> Tensor:
             raise AssertionError("the ring must not be asked")

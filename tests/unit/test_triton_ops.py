@@ -23,7 +23,7 @@ from gtp_serve.ops.choice import choose_ops
 from gtp_serve.ops.table import PLAIN_PAGED, REFERENCE, SegmentPlan
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = ROOT / "tests" / "gpu" / "kernel_checks.py"
+CHECKS = [ROOT / "tests" / "gpu" / name for name in ("kernel_checks.py", "expert_checks.py")]
 COMPILES = ROOT / "tests" / "gpu" / "kernel_compiles.py"
 
 
@@ -45,12 +45,16 @@ def run_script(script: Path, **environment: str) -> Any:
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
     assert find_spec("triton"), "Triton is missing; it belongs to the development packages"
-    return run_script(CHECKS, TRITON_INTERPRET="1")
+    found: dict[str, Any] = {"ran": [], "failures": {}}
+    for script in CHECKS:
+        report = run_script(script, TRITON_INTERPRET="1")
+        found = {"ran": found["ran"] + report["ran"], "failures": found["failures"] | report["failures"]}
+    return found
 
 
 def check_names() -> list[str]:
-    tree = ast.parse(CHECKS.read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
+    nodes = [node for script in CHECKS for node in ast.parse(script.read_text()).body]
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
 
 
 @pytest.mark.parametrize("name", check_names())

@@ -1,0 +1,96 @@
+"""How a step is recorded on a device: ``CudaCapture`` makes CUDA graphs, ``EagerCapture`` runs the same step over the
+same buffers anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_WARM_UPS = 2
+
+
+class Recorded(Protocol):
+    """One step that can be run again."""
+
+    def replay(self) -> Tensor:
+        """Run it on what its buffers hold now; the result is always in the same memory."""
+        ...
+
+
+class Capture(Protocol):
+    """How steps are recorded on a device."""
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Run the step as often as the device needs before it can be recorded."""
+        ...
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded:
+        """Record the step after its warm-up."""
+        ...
+
+
+class EagerCapture:
+    """Records nothing: each replay runs the step again."""
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Nothing to do."""
+
+    def record(self, step: Callable[[], Tensor]) -> EagerStep:
+        """Run it once, for the memory of its result."""
+        return EagerStep(step, step().clone())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerStep:
+    """A step that is run anew, its result copied to where a recorded one would be."""
+
+    step: Callable[[], Tensor]
+    output: Tensor
+
+    def replay(self) -> Tensor:
+        """See ``Recorded``."""
+        return self.output.copy_(self.step())
+
+
+class CudaCapture:
+    """CUDA graphs that share one memory pool: they never run at the same time."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = torch.device(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def record(self, step: Callable[[], Tensor]) -> CudaStep:
+        """As a graph; collectives become part of it, and run only when all ranks replay theirs."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a refit's threads may allocate, and NCCL's may look at their events, while this one records.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = step()
+        return CudaStep(graph, output)
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Until kernels are compiled, libraries set up and ranks connected."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                step()
+        current.wait_stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaStep:
+    """A graph and its result, which keeps its place in the pool."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
+
+    def replay(self) -> Tensor:
+        """See ``Recorded``.  Runs on the current stream and is not waited for."""
+        self.graph.replay()
+        return self.output
