@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gtp_serve.config import DTYPE_BYTES, CacheConfig, DType, EngineConfig, ModelConfig
+from gtp_serve.config import DTYPE_BYTES, AttentionBackend, CacheConfig, DType, EngineConfig, ModelConfig
 from gtp_serve.errors import DoesNotFit, EnvironmentFault
 from gtp_serve.hardware import Hardware, Memory
 from gtp_serve.layout.ranks import check_ranks, kv_heads_per_rank, rank_elements
@@ -14,6 +14,10 @@ from gtp_serve.layout.spans import Shape
 from gtp_serve.sizes import format_gib
 
 BLOCK_SIZE = 16
+_BLOCK_SIZES = {"flash-attn": 256}
+"""Where attention reads the cache in pages of one size only."""
+_BACKEND_WORK = {"flashinfer": 256 << 20}
+"""Bytes that attention takes beside its inputs: a workspace for all steps, and one for each recorded batch size."""
 DEFAULT_MAX_RUNNING = 64
 DEFAULT_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 MAX_STEP_TOKENS = 2048
@@ -45,7 +49,11 @@ class MemoryOptions(Protocol):
     @property
     def graphs(self) -> bool: ...
     @property
+    def attention(self) -> AttentionBackend: ...
+    @property
     def deterministic(self) -> bool: ...
+    @property
+    def refit_memory(self) -> Literal["auto", "staged", "inplace"]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +63,15 @@ class Budget:
     engine: EngineConfig
     memory: Memory
     weights: int
+    refit: int
+    """The second set of weights, which an update fills while the first serves; 0 when updates are in place."""
     work: int
     kv: int
 
     @property
     def needed(self) -> int:
         """Bytes in all."""
-        return self.weights + self.work + self.kv
+        return self.weights + self.refit + self.work + self.kv
 
     @property
     def kv_tokens(self) -> int:
@@ -86,17 +96,25 @@ def plan_memory(model: ModelConfig, tensors: Mapping[str, Shape], options: Memor
     max_running = options.max_running or DEFAULT_MAX_RUNNING
     elements = sum(rank_elements(name, shape, model, tp) for name, shape in tensors.items())
     weights = sharing * elements * DTYPE_BYTES[dtype]
-    work = sharing * estimate_work(model, dtype, max_running)
-    per_block = sharing * block_bytes(model, dtype, tp)
-    room = _kv_room(options, device, memory, weights, work)
-    context, num_blocks = _choose_blocks(model, options, per_block, max_running, room)
-    kv = num_blocks * per_block
-    if room < kv or weights + work + kv > memory.available:
-        one = -(-context // BLOCK_SIZE) * per_block
-        raise _too_big(options, device, memory, weights, work, context, one)
+    work = sharing * (estimate_work(model, dtype, max_running) + _BACKEND_WORK.get(options.attention, 0))
+    block_size = _BLOCK_SIZES.get(options.attention, BLOCK_SIZE)
+    per_block = sharing * block_bytes(model, dtype, tp, block_size)
+
+    def fit(refit: int) -> _Fit:
+        room = _kv_room(options, device, memory, weights + refit, work)
+        context, blocks = _choose_blocks(model, options, block_size, per_block, max_running, room)
+        kv = blocks * per_block
+        fits = kv <= room and weights + refit + work + kv <= memory.available
+        return _Fit(refit=refit, context=context, blocks=blocks, fits=fits)
+
+    chosen = _choose_sets(options, weights, fit)
+    context = chosen.context
+    if not chosen.fits:
+        one = -(-context // block_size) * per_block
+        raise _too_big(options, device, memory, weights, chosen.refit, work, context, one)
     engine = EngineConfig(
         model=model,
-        cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        cache=CacheConfig(num_blocks=chosen.blocks, block_size=block_size),
         dtype=dtype,
         device=device,
         tp=tp,
@@ -105,9 +123,33 @@ def plan_memory(model: ModelConfig, tensors: Mapping[str, Shape], options: Memor
         max_step_tokens=max(MAX_STEP_TOKENS, max_running),
         prefix_cache=options.prefix_cache,
         graphs=options.graphs,
+        attention=options.attention,
         deterministic=options.deterministic,
+        refit_memory="staged" if chosen.refit else "inplace",
     )
-    return Budget(engine=engine, memory=memory, weights=weights, work=work, kv=kv)
+    kv = chosen.blocks * per_block
+    return Budget(engine=engine, memory=memory, weights=weights, refit=chosen.refit, work=work, kv=kv)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fit:
+    """What there is room for beside so many bytes for a second set of weights."""
+
+    refit: int
+    context: int
+    blocks: int
+    fits: bool
+
+
+def _choose_sets(options: MemoryOptions, weights: int, fit: Callable[[int], _Fit]) -> _Fit:
+    """Two sets of weights, so that updates do not disturb serving, unless they do not fit or cost context."""
+    if options.refit_memory == "inplace":
+        return fit(0)
+    two = fit(weights)
+    if options.refit_memory == "staged":
+        return two
+    one = fit(0)
+    return two if two.fits and two.context >= one.context else one
 
 
 def _gpu_memory(hardware: Hardware, tp: int) -> Memory:
@@ -149,10 +191,10 @@ _CPU_INSTRUCTIONS: Mapping[str, frozenset[str]] = {
 }
 
 
-def block_bytes(model: ModelConfig, dtype: DType, tp: int = 1) -> int:
+def block_bytes(model: ModelConfig, dtype: DType, tp: int = 1, block_size: int = BLOCK_SIZE) -> int:
     """Bytes of one KV block over all layers on one rank."""
     rows = kv_heads_per_rank(model, tp) * model.head_dim
-    return 2 * model.num_layers * rows * BLOCK_SIZE * DTYPE_BYTES[dtype]
+    return 2 * model.num_layers * rows * block_size * DTYPE_BYTES[dtype]
 
 
 def estimate_work(model: ModelConfig, dtype: DType, max_running: int) -> int:
@@ -174,34 +216,38 @@ def _kv_room(options: MemoryOptions, device: str, memory: Memory, weights: int, 
 
 
 def _choose_blocks(
-    model: ModelConfig, options: MemoryOptions, per_block: int, max_running: int, room: int
+    model: ModelConfig, options: MemoryOptions, block_size: int, per_block: int, max_running: int, room: int
 ) -> tuple[int, int]:
     """(context, blocks): each sequence at full context if there is room, else what fits, at least one
     sequence.
     """
     fits = room // per_block
-    context = options.context or max(min(model.max_context, fits * BLOCK_SIZE), min(model.max_context, _LEAST_CONTEXT))
-    one = -(-context // BLOCK_SIZE)
+    context = options.context or max(min(model.max_context, fits * block_size), min(model.max_context, _LEAST_CONTEXT))
+    one = -(-context // block_size)
     if options.kv_memory is not None:
         return context, max(fits, one)
     return context, max(one, min(fits, one * max_running))
 
 
 def _too_big(
-    options: MemoryOptions, device: str, memory: Memory, weights: int, work: int, context: int, one: int
+    options: MemoryOptions, device: str, memory: Memory, weights: int, refit: int, work: int, context: int, one: int
 ) -> DoesNotFit:
     where = "gpu 0" if device == "cuda" else "memory"
     free = f"{format_gib(memory.available)} free"
-    if weights + work > memory.available:
-        message = f"{format_gib(weights)} of weights do not fit in {where} with {free}"
+    if weights + refit + work > memory.available:
+        twice = " twice" if refit else ""
+        message = f"{format_gib(weights)} of weights do not fit{twice} in {where} with {free}"
         advice = "free some memory, or a smaller --dtype" if device == "cuda" else "a machine with more memory"
+        if refit:
+            advice = "--refit-memory inplace, which needs one set of weights"
     else:
         message = f"the KV cache of one {context:,}-token sequence does not fit"
         advice = "a smaller --context" if options.kv_memory is None else "a larger --kv-memory or a smaller --context"
+    second = f"{format_gib(refit)} second set + " if refit else ""
     details = [
         (
             "need",
-            f"{format_gib(weights)} weights + {format_gib(work)} work + {format_gib(one)} KV of one sequence",
+            f"{format_gib(weights)} weights + {second}{format_gib(work)} work + {format_gib(one)} KV of one sequence",
         ),
         (where, f"{format_gib(memory.total)} in all, {free}"),
     ]

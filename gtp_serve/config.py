@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 DType = Literal["float32", "bfloat16", "float16"]
+AttentionBackend = Literal["auto", "torch", "triton", "flashinfer", "flash-attn"]
+RefitMemory = Literal["staged", "inplace"]
+"""New weights fill a second set while the first serves, or the live set itself while nothing runs."""
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: Model families that are served, by their Hugging Face ``model_type``.
@@ -125,6 +128,10 @@ class EngineConfig:
     """Full KV blocks are kept and reused by whatever begins with the same tokens."""
     graphs: bool = True
     """Capture decode steps where the device and the model allow it."""
+    attention: AttentionBackend = "auto"
+    """What computes attention on a GPU; "auto" is this package's own kernels and torch's, whatever else is there."""
     deterministic: bool = False
     """A token's log-probability has the same bits whatever is computed beside it."""
+    refit_memory: RefitMemory = "staged"
+    """Whether there is memory for a second set of weights."""
     weight_version: str = "0"

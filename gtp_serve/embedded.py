@@ -8,12 +8,24 @@ from typing import Literal
 
 import torch
 
-from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder, greedy_choice, with_graphs
+from gtp_serve.assembly import (
+    build_pool,
+    check_addresses,
+    check_device,
+    empty_decoder,
+    fill_decoder,
+    greedy_choice,
+    keep_weights,
+    rank_weights,
+    with_graphs,
+)
 from gtp_serve.budget import plan_memory
-from gtp_serve.config import EngineConfig
+from gtp_serve.config import AttentionBackend, EngineConfig
+from gtp_serve.engine.all_ranks import News
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.runner import ModelRunner
+from gtp_serve.engine.updates import Updates
 from gtp_serve.hardware import find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import Checkpoint, open_checkpoint
@@ -34,7 +46,9 @@ class EmbeddedOptions:
     max_running: int | None
     prefix_cache: bool
     graphs: bool
+    attention: AttentionBackend
     deterministic: bool
+    refit_memory: Literal["auto", "staged", "inplace"] = "auto"
     tp: int = 1
 
 
@@ -97,9 +111,13 @@ def _grammars(config: EngineConfig, tokenizer: Tokenizer | None) -> GrammarCompi
 def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompiler | None, progress: bool) -> Engine:
     check_device(config)
     decoder = empty_decoder(config)
+    store = keep_weights(decoder)
     with Bar("loading", None, unit="bytes", wanted=progress) as bar:
         fill_decoder(decoder, checkpoint, threads=torch.get_num_threads(), progress=bar.show)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
     runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy_choice(config, decoder))
-    return Engine(config, runner, check=between_steps)
+    engine, news = Engine(config, runner, check=between_steps), News()
+    weights = rank_weights(config, decoder, store, pool, news.put)
+    Updates(engine, weights, news, memory=config.refit_memory, after_swap=check_addresses(model))
+    return engine

@@ -12,10 +12,14 @@
      |- DoesNotFit             exit 4   weights or KV cache are larger than the memory given
      |- EnvironmentFault       exit 5   the machine lacks something: a port, a package, a device
      |- EngineFault            exit 6   an engine process died, stalled or cannot go on
+     |- UpdateFailed           exit 7   new weights were not taken; the old ones go on serving
      `- RequestRejected        HTTP     a client's request that is answered with 4xx or 503
          |- QueueFull          503
          |- NotReady           503
          |- ShuttingDown       503
+         |- WeightsTorn        503
+         |- UpdateRefused      409        an update that cannot be started or carried on; nothing has changed
+         |   `- UnknownUpdate  404
          `- PromptTooLong      400
 
 A message is one sentence that says what was seen; ``details`` are labelled lines that say what was needed
@@ -121,6 +125,13 @@ class EngineFault(GtpServeError):
     exit_code = 6
 
 
+class UpdateFailed(GtpServeError):
+    """New weights were not taken: a peer was lost or late, or what arrived is not what was announced."""
+
+    default_code = "update-failed"
+    exit_code = 7
+
+
 class RequestRejected(GtpServeError):
     """A client's request that is answered with an HTTP error and never reaches a model step.
 
@@ -170,3 +181,24 @@ class ShuttingDown(RequestRejected):
 
     default_code = "shutting-down"
     http_status = 503
+
+
+class WeightsTorn(RequestRejected):
+    """The live weights are partly overwritten; nothing is served until a good update has landed."""
+
+    default_code = "weights_torn"
+    http_status = 503
+
+
+class UpdateRefused(RequestRejected):
+    """An update that cannot be started or carried on as things are; nothing has changed."""
+
+    default_code = "update-refused"
+    http_status = 409
+
+
+class UnknownUpdate(UpdateRefused):
+    """There is no update of this id."""
+
+    default_code = "unknown-update"
+    http_status = 404

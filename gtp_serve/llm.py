@@ -8,6 +8,7 @@ with LLM("/ckpts/my-run") as llm:
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +16,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
 from msgspec import structs
 
 from gtp_serve.completion import Completion, Delta, Growing, Score
+from gtp_serve.config import AttentionBackend
 from gtp_serve.embedded import EmbeddedOptions, open_engine
+from gtp_serve.engine.caller import Caller
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.messages import EngineStats
-from gtp_serve.errors import EngineFault, NoTokenizer, QueueFull, RequestRejected, UsageError
+from gtp_serve.errors import EngineFault, NoTokenizer, QueueFull, RequestRejected, UpdateFailed, UsageError
 from gtp_serve.loaders.tokenizer import Tokenizer
 from gtp_serve.progress import Bar
+from gtp_serve.refit.orders import (
+    Begin,
+    Control,
+    DiskOrder,
+    InFlight,
+    RollBack,
+    UpdateRecord,
+    UpdateRequest,
+    WeightsStatus,
+)
+from gtp_serve.refit.versions import next_label
 from gtp_serve.request import LogprobOptions, Request, SamplingParams, TokenEvent
 from gtp_serve.sizes import parse_size
 from gtp_serve.text import special_stops
 from gtp_serve.wanted import Prompt, Prompts, SamplingForm, Wanted, read_prompts, read_wanted
 
 Messages = Sequence[Mapping[str, Any]]
+_UPDATE_POLL_SECONDS = 0.005
 _LARGEST_SEED = (1 << 63) - 1
 
 
@@ -43,6 +59,9 @@ class LLM:
     :param tokenizer: folder with ``tokenizer.json``, by default the checkpoint's; False: token ids only.
     :param deterministic: a token's log-probability has the same bits whatever is computed beside it; slower.
     :param graphs: record decode steps and replay them, where the device can.
+    :param attention_backend: what computes attention on a GPU; flashinfer and flash-attn are extras.
+    :param refit_memory: ``staged`` has room for a second set of weights, so that new ones arrive while the old ones
+        serve; ``inplace`` has not; by default what fits.
     :param progress: show loading on a terminal.
     :raises GtpServeError: whatever is wrong with the checkpoint, the memory or the device.
     """
@@ -64,6 +83,8 @@ class LLM:
         deterministic: bool = False,
         prefix_cache: bool = True,
         graphs: bool = True,
+        refit_memory: Literal["auto", "staged", "inplace"] = "auto",
+        attention_backend: AttentionBackend = "auto",
         progress: bool = True,
     ) -> None:
         if tp != 1:
@@ -79,7 +100,9 @@ class LLM:
             max_running=max_running,
             prefix_cache=prefix_cache,
             graphs=graphs,
+            attention=attention_backend,
             deterministic=deterministic,
+            refit_memory=refit_memory,
         )
         embedded = open_engine(
             Path(ckpt),
@@ -95,6 +118,8 @@ class LLM:
         """What the engine was built for: dtype, device, context, KV blocks."""
         self._grammars = embedded.grammars
         self._engine: Engine | None = embedded.engine
+        assert embedded.engine.updates is not None  # open_engine makes them
+        self._caller = Caller(embedded.engine.updates)
         self._fault: EngineFault | None = None
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
@@ -110,6 +135,8 @@ class LLM:
     def close(self) -> None:
         """Give the memory back.  Whatever runs ends with an error; a second call does nothing."""
         with self._lock:
+            if self._engine is not None:
+                self._caller.close()
             self._engine = None
             self._inboxes.clear()
             if self._grammars is not None:
@@ -201,6 +228,74 @@ class LLM:
         return [
             Score(ids=request.input_ids, start=start, logprobs=_require_scored(growing)) for request, growing in jobs
         ]
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> WeightsStatus:
+        """Which weights serve, which are on their way, which have been."""
+        with self._lock:
+            self._running()
+            return self._caller.updates.status()
+
+    def update_weights(
+        self,
+        path: str | Path,
+        version: str | None = None,
+        *,
+        in_flight: InFlight = "keep",
+        iteration: int | None = None,
+        dry_run: bool = False,
+    ) -> UpdateRecord:
+        """Put a checkpoint's weights in place of those that serve; returns when they are.
+
+        Other threads go on generating meanwhile, with the old weights up to one token and the new ones from the next.
+
+        :param version: label of the new weights, by default the one after the present one.
+        :param in_flight: what becomes of sequences that run: they keep the KV of the old weights, compute it again
+            (``recompute``), are waited for, or end (``abort``).
+        :param dry_run: read and check only.
+        :raises UpdateRefused: as things are, it cannot be.
+        :raises UpdateFailed: something is wrong with the checkpoint; the old weights go on serving.
+        """
+        order = DiskOrder(path=str(Path(path).absolute()), iteration=iteration)
+        label = version if version is not None else next_label(self.weights.version)
+        request = UpdateRequest(order=order, version=label, in_flight=in_flight, dry_run=dry_run)
+        update = uuid.uuid4().hex
+        self._control(Begin(request=request, id=update))
+        while (record := self._ended(update)) is None:
+            self._drive()
+        if record.code:
+            raise UpdateFailed(record.message, record.details, code=record.code)
+        return record
+
+    def roll_back(self, *, in_flight: InFlight = "keep") -> UpdateRecord:
+        """Back to the weights before the last update, bit for bit; a second time: forth again.
+
+        :raises UpdateRefused: there are none.
+        """
+        return msgspec.convert(self._control(RollBack(in_flight=in_flight)), UpdateRecord)
+
+    def _ended(self, update: str) -> UpdateRecord | None:
+        return next((record for record in self.weights.history if record.id == update), None)
+
+    def _control(self, command: Control) -> Any:
+        with self._lock:
+            self._running()
+            answer = self._caller.ask(command)
+        while not answer.done():
+            self._drive()
+        return answer.result()
+
+    def _drive(self) -> None:
+        """Have the engine go on, unless another thread does."""
+        if self._lock.acquire(timeout=_UPDATE_POLL_SECONDS):
+            try:
+                worked = self._go_on(self._running())
+            finally:
+                self._lock.release()
+            if not worked:
+                time.sleep(_UPDATE_POLL_SECONDS)
 
     # -- from arguments to requests ----------------------------------------------------------------
 
@@ -346,19 +441,27 @@ class LLM:
                 found = [(rid, box.popleft()) for rid in wanted if (box := self._inboxes.get(rid))]
                 if found:
                     return found
-                if not engine.has_work():
+                if not engine.has_requests():
                     raise EngineFault("the engine lost a request")
-                for event in self._step(engine):
-                    if event.rid in self._inboxes:
-                        self._inboxes[event.rid].append(event)
+                worked = self._go_on(engine)
+            if not worked:  # weights are being written where they serve
+                time.sleep(_UPDATE_POLL_SECONDS)
 
-    def _step(self, engine: Engine) -> list[TokenEvent]:
+    def _go_on(self, engine: Engine) -> bool:
+        """One step, if there is one to do, after a look at the updates; its events go to the inboxes."""
         try:
             engine.check()
-            return engine.step()
+            self._caller.poll()
+            if not engine.has_work():
+                return False
+            events = engine.step()
         except EngineFault as fault:
             self._fault = fault
             raise
+        for event in events:
+            if event.rid in self._inboxes:
+                self._inboxes[event.rid].append(event)
+        return True
 
 
 def _logprob_options(top_logprobs: int) -> LogprobOptions | None:

@@ -22,7 +22,7 @@ from gtp_serve.loaders.megatron import open_megatron
 from gtp_serve.loaders.megatron_folder import is_iteration, iteration_folders, looks_like_megatron
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles, find_tokenizer
 from gtp_serve.refit.plan import build_plan
-from gtp_serve.refit.source import WeightSource
+from gtp_serve.refit.source import DirectSource, Rows, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,13 +56,19 @@ class Checkpoint:
         from gtp_serve.refit.apply import Target, apply_plan
 
         pieces = _by_name(self.source.shards())
+        part = _DirectPart if isinstance(self.source, DirectSource) else _Part
         for name, shape in logical_tensors(self.config).items():
-            have = _Part(name, self.source, pieces[name])
+            have = part(name, self.source, pieces[name])
             box = Box.whole(shape)
             want = Shard(name, shape, have.dtype, (Span(name, box, box),))
             tensor = torch.empty(shape, dtype=getattr(torch, want.dtype))
             apply_plan(build_plan(have.shards(), [want], {name: shape}), have, [Target(want, tensor)], threads=1)
             yield name, tensor
+
+    def dtypes(self) -> dict[str, str]:
+        """Element type of each logical tensor as ``tensors`` gives it; reads nothing."""
+        pieces = _by_name(self.source.shards())
+        return {name: _Part(name, self.source, pieces[name]).dtype for name in logical_tensors(self.config)}
 
     def close(self) -> None:
         """Let go of the files.  Tensors handed out before stay valid."""
@@ -91,6 +97,15 @@ class _Part:
 
     def close(self) -> None:
         """Nothing: the source belongs to the checkpoint."""
+
+
+class _DirectPart(_Part):
+    """The same of a source that reads to where the bytes belong."""
+
+    def read_into(self, index: int, rows: Sequence[Rows]) -> None:
+        """Read the shard's bytes."""
+        assert isinstance(self._source, DirectSource)  # it was made for one
+        self._source.read_into(self._indices[index], rows)
 
 
 def _by_name(shards: Sequence[Shard]) -> dict[str, list[int]]:

@@ -19,7 +19,8 @@ from gtp_serve.loaders.files import file_size, parse_json, shown
 #: Largest header that is read: room for about 200,000 tensors.
 MAX_HEADER_BYTES = 32 * 1024**2
 MAX_AXES = 8
-_LENGTH_BYTES = 8
+#: Before the header: its length, little-endian.
+LENGTH_BYTES = 8
 
 #: Bytes of an element by the name that the format gives its type; half a byte is written as None and not
 #: read.
@@ -60,30 +61,45 @@ def read_header(path: Path, root: Path) -> Header:
     :raises CheckpointCorrupt: naming the file, with expected and actual size where a size is wrong.
     """
     size = file_size(path, root)
-    if size < _LENGTH_BYTES:
+    if size < LENGTH_BYTES:
         raise CheckpointCorrupt(
-            f"{path} has {size} bytes", [("needed", f"at least {_LENGTH_BYTES}, of a safetensors file")]
+            f"{path} has {size} bytes", [("needed", f"at least {LENGTH_BYTES}, of a safetensors file")]
         )
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointCorrupt(
                 f"{path} is not a safetensors file, or is damaged: it claims a header of {length} bytes",
                 [("limit", f"{MAX_HEADER_BYTES} bytes")],
             )
-        if _LENGTH_BYTES + length > size:
+        if LENGTH_BYTES + length > size:
             raise CheckpointCorrupt(
                 f"{path} is cut short: it has {size} bytes",
-                [("expected", f"at least {_LENGTH_BYTES + length}, its header")],
+                [("expected", f"at least {LENGTH_BYTES + length}, its header")],
             )
         raw = file.read(length)
+    header = parse_header(path, raw)
+    if header.size != size:
+        raise CheckpointCorrupt(
+            f"{path} is {'cut short' if size < header.size else 'longer than its tensors'}: it has {size} bytes",
+            [("expected", f"{header.size} bytes")],
+        )
+    return header
+
+
+def parse_header(path: Path, raw: bytes) -> Header:
+    """What a header says, and the size that its file must have.
+
+    :param path: of the file, or a word for it in messages.
+    :param raw: the JSON text, without the length before it.
+    :raises CheckpointCorrupt: when it is none, or its tensors do not fill the data exactly.
+    """
     if raw[:1] != b"{":
         raise CheckpointCorrupt(f"{path} is not a safetensors file, or is damaged: its header is not a JSON object")
     entries = parse_json(raw, f"{path}: the header")
-    base = _LENGTH_BYTES + length
+    base = LENGTH_BYTES + len(raw)
     tensors = {name: _tensor(path, name, entry, base) for name, entry in entries.items() if name != "__metadata__"}
-    _check_filled(path, tensors, base, size)
-    return Header(path, size, tensors)
+    return Header(path, _filled_to(path, tensors, base), tensors)
 
 
 def _tensor(path: Path, name: str, entry: object, base: int) -> StoredTensor:
@@ -108,15 +124,12 @@ def _counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-def _check_filled(path: Path, tensors: dict[str, StoredTensor], base: int, size: int) -> None:
+def _filled_to(path: Path, tensors: dict[str, StoredTensor], base: int) -> int:
+    """One past the last byte of tensors that lie one behind the other."""
     end = base
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.length)):
         if tensor.start != end:
             what = "overlaps the one before it" if tensor.start < end else "leaves a hole before it"
             raise CheckpointCorrupt(f"{path}: {shown(tensor.name)} {what}, at byte {tensor.start}")
         end = tensor.start + tensor.length
-    if end != size:
-        raise CheckpointCorrupt(
-            f"{path} is {'cut short' if size < end else 'longer than its tensors'}: it has {size} bytes",
-            [("expected", f"{end} bytes")],
-        )
+    return end

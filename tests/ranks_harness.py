@@ -9,16 +9,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gtp_serve.assembly import build_pool, check_device, empty_decoder, fill_decoder
+from gtp_serve.assembly import (
+    build_pool,
+    check_addresses,
+    check_device,
+    empty_decoder,
+    fill_decoder,
+    keep_weights,
+    rank_weights,
+    with_graphs,
+)
 from gtp_serve.config import CacheConfig, EngineConfig
 from gtp_serve.engine.collective import join_group
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.peer import Patience
 from gtp_serve.engine.ranks import Leader
-from gtp_serve.engine.runner import ModelRunner
+from gtp_serve.engine.runner import ForwardPass, ModelRunner
 from gtp_serve.engine.step import SampleSpec, StepItem, StepPlan
+from gtp_serve.engine.updates import Updates
+from gtp_serve.kv.pool import KVPool
 from gtp_serve.loaders import open_checkpoint
 from gtp_serve.models.decoder import Decoder
+from gtp_serve.refit.store import WeightStore
 from gtp_serve.request import LogprobOptions, Request, SamplingParams, TokenEvent
 from gtp_serve.server.launch import Launch, launch_argv
 from gtp_serve.server.options import SavedGrid
@@ -33,8 +45,12 @@ class Ranks:
 
     leader: Leader | None
     decoder: Decoder
+    model: ForwardPass
+    """The decoder, with captured steps where the device can."""
     runner: ModelRunner
     config: EngineConfig
+    store: WeightStore
+    pool: KVPool
 
     @property
     def peers_of_rank_0(self) -> Leader:
@@ -44,6 +60,13 @@ class Ranks:
     def engine(self) -> Engine:
         """An engine of its own; one at a time."""
         return Engine(self.config, self.runner, draw_seed=lambda: 0)
+
+    def updates(self, engine: Engine) -> Updates:
+        """What changes the weights of all ranks under an engine."""
+        news = self.peers_of_rank_0.news
+        weights = rank_weights(self.config, self.decoder, self.store, self.pool, news.put)
+        after_swap = check_addresses(self.model)
+        return Updates(engine, weights, news, others=self.peers_of_rank_0, after_swap=after_swap)
 
 
 @contextmanager
@@ -68,14 +91,17 @@ def running(
         check_device(config)
         group = None if leader is None else leader.join(lambda meeting: join_group(meeting, device))
         decoder = empty_decoder(config, group)
+        store = keep_weights(decoder)
         fill_decoder(decoder, checkpoint, threads=1, progress=lambda done, total: None)
         pool = build_pool(config, decoder)
         if leader is None:
-            runner = ModelRunner(decoder, pool, config)
+            model, _ = with_graphs(config, decoder, pool)
+            runner = ModelRunner(model, pool, config)
         else:
             leader.wait_built()
-            runner = ModelRunner(decoder, pool, config, together=leader.step)
-        yield Ranks(leader=leader, decoder=decoder, runner=runner, config=config)
+            model, _ = with_graphs(config, decoder, pool, together=leader.capture)
+            runner = ModelRunner(model, pool, config, together=leader.step)
+        yield Ranks(leader=leader, decoder=decoder, model=model, runner=runner, config=config, store=store, pool=pool)
     finally:
         checkpoint.close()
         if leader is not None:

@@ -21,8 +21,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from gtp_serve.engine.control_calls import ControlCalls
 from gtp_serve.engine.messages import (
     Abort,
+    ControlDone,
+    ControlRefused,
     EngineStats,
     Events,
     Fatal,
@@ -36,6 +39,7 @@ from gtp_serve.engine.messages import (
     Stopped,
     Submit,
     ToWorker,
+    Weights,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -52,6 +56,7 @@ from gtp_serve.errors import (
     RequestRejected,
     ShuttingDown,
 )
+from gtp_serve.refit.orders import Control, UpdateRecord, WeightsStatus
 from gtp_serve.request import Request, TokenEvent
 
 _MESSAGES_IN_FLIGHT = 10_000
@@ -96,6 +101,7 @@ class EngineClient:
         self._stats = EngineStats()
         self._last_progress = time.monotonic()
         self._received = 0
+        self._calls = ControlCalls()
         self._reader = asyncio.create_task(self._read())
         self._watcher = asyncio.create_task(self._watch())
 
@@ -174,6 +180,40 @@ class EngineClient:
         """End a request; its stream gets a last event of finish type ``abort``.  Unknown rids are ignored."""
         if rid in self._wire_names:
             self._post(Abort(rids=(self._wire_names[rid],)))
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> WeightsStatus:
+        """What serves and what is on its way, as the engine last said."""
+        return self._calls.status
+
+    async def control(self, command: Control) -> Any:
+        """Ask something about the weights; the answer as plain JSON values.
+
+        Giving up waiting for it does not take the command back.
+
+        :raises GtpServeError: the engine's own error, by its class; EngineFault when the engine died.
+        """
+        self._check_state()
+        return await self._calls.ask(command, self._send_now)
+
+    async def wait_weights(self, holds: Callable[[WeightsStatus], bool], seconds: float | None = None) -> WeightsStatus:
+        """The first status for which something holds, the present one included.
+
+        :raises TimeoutError: when it does not come about in so many seconds.
+        :raises EngineFault: the engine died.
+        """
+        return await self._calls.wait(holds, seconds)
+
+    async def wait_update(self, update: str, seconds: float | None = None) -> UpdateRecord:
+        """An update's record once it has ended.
+
+        :raises TimeoutError: when it has not in so many seconds.
+        :raises EngineFault: the engine died.
+        """
+        status = await self.wait_weights(lambda now: any(record.id == update for record in now.history), seconds)
+        return next(record for record in status.history if record.id == update)
 
     def _check_state(self) -> None:
         if self.state == "dead":
@@ -264,6 +304,7 @@ class EngineClient:
         self._settled.set()
         for queue in self._streams.values():
             queue.put_nowait(_for_stream(fault))
+        self._calls.fail(lambda: _for_stream(fault))
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -296,6 +337,10 @@ class EngineClient:
                 self._deliver(rid, rejection_of(message))
             case Stats(stats=stats):
                 self._note_stats(stats)
+            case ControlDone() | ControlRefused():
+                self._calls.answer(message)
+            case Weights(status=status):
+                self._calls.note(status)
             case Fatal():
                 self._give_up(fault_of(message))
             case Stopped():
@@ -318,6 +363,8 @@ class EngineClient:
         self._ready = ready
         self._max_open = int(ready.facts["max_running"]) + int(ready.facts["max_waiting"])
         self._doing = "serving"
+        if not self.weights.version:
+            self._calls.note(WeightsStatus(version=str(ready.facts.get("weight_version", ""))))
         if self.state == "starting":
             self.state = "ready"
         self._settled.set()

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.messages import EngineStats
@@ -21,6 +22,9 @@ from gtp_serve.engine.step import Pending, Runner, StepPlan, StepResult
 from gtp_serve.engine.thread import InThread
 from gtp_serve.errors import EngineFault, RequestRejected
 from gtp_serve.request import Request, TokenEvent
+
+if TYPE_CHECKING:
+    from gtp_serve.engine.updates import Updates
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may raise; the last of them is fatal."""
@@ -63,6 +67,11 @@ class Engine:
         self.config = config
         self.check = check
         """For whoever drives the engine to call before each step, and while idle."""
+        self.updates: Updates | None = None
+        """What changes this engine's weights, if they can be changed; for its driver to poll."""
+        self.refuse: Callable[[], RequestRejected] | None = None
+        """Why no request is taken now; None: they are."""
+        self._frozen = False
         self._runner = InThread(runner) if config.device == "cpu" else runner
         self._clock = clock
         self._log = log
@@ -84,6 +93,8 @@ class Engine:
         :raises RequestRejected: it can never be answered, its rid is in use, or (QueueFull) too many wait.
         """
         try:
+            if self.refuse is not None:
+                raise self.refuse()
             self._scheduler.add(request)
         except RequestRejected:
             self._rejected += 1
@@ -105,7 +116,13 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything."""
-        return bool(self._undelivered) or self._under_way is not None or self._scheduler.has_work()
+        if self._undelivered or self._under_way is not None:
+            return True
+        return self._scheduler.has_late() if self._frozen else self._scheduler.has_work()
+
+    def has_requests(self) -> bool:
+        """Whether a request has not ended, or its end was not told; while frozen, without having work."""
+        return self.has_work() or self._scheduler.has_work()
 
     def wait(self) -> None:
         """Until the step under way, if any, is computed: what is added now takes part in the next one, and
@@ -134,15 +151,57 @@ class Engine:
         events += self._finish()
         return events + self._start()
 
+    # -- while weights change ----------------------------------------------------------------------
+
+    @property
+    def num_started(self) -> int:
+        """Requests that have run and have not ended."""
+        return self._scheduler.num_started
+
+    @property
+    def weight_version(self) -> str:
+        """What the next token is made by."""
+        return self._scheduler.weight_version
+
+    def settle(self) -> None:
+        """Finish the step under way, if there is one; none is until the next call of ``step``."""
+        self._undelivered += self._finish()
+
+    def freeze(self, frozen: bool) -> None:
+        """Start no step from now on, or start them again; what has been asked for waits, and expires."""
+        if frozen:
+            self.settle()
+        self._frozen = frozen
+
+    def hold_admissions(self, held: bool) -> None:
+        """Requests that have not run yet do not start; the others run to their end."""
+        self._scheduler.admits = not held
+
     def set_weight_version(self, version: str) -> None:
         """After the step under way, which is finished first: tokens are made by other weights from now on."""
-        self._undelivered += self._finish()
+        self.settle()
         self._scheduler.set_weight_version(version)
+
+    def preempt_all(self) -> None:
+        """All KV of running requests is computed again before their next token."""
+        self.settle()
+        self._scheduler.preempt_all()
+
+    def forget_prefixes(self) -> None:
+        """The prefix cache begins anew; running requests keep their KV."""
+        self._scheduler.forget_prefixes()
+
+    def abort_started(self, message: str, code: str) -> None:
+        """End the requests that have run; those in the queue stay there."""
+        self.settle()
+        self._undelivered += self._scheduler.abort_started(message, code)
+
+    # -- steps -------------------------------------------------------------------------------------
 
     def _start(self) -> list[TokenEvent]:
         """Schedule and launch a step if there is work; events of requests that ended by it."""
         events = self._scheduler.expire()
-        plan = self._scheduler.schedule()
+        plan = None if self._frozen else self._scheduler.schedule()
         if plan is None:
             return events
         self._steps += 1

@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from gtp_serve.errors import GtpServeError, RequestRejected
+from gtp_serve.errors import CheckpointError, EngineFault, GtpServeError, RequestRejected, UpdateFailed
+from gtp_serve.refit.orders import Control, WeightsStatus
 from gtp_serve.request import Request, TokenEvent
 
 DetailPairs = tuple[tuple[str, str], ...]
@@ -71,7 +72,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     drain_seconds: float
 
 
-ToWorker = Submit | Abort | Stop
+class ControlCall(msgspec.Struct, frozen=True, tag=True):
+    """Something that is asked about the weights; answered by ControlDone or ControlRefused."""
+
+    call: int
+    command: Control
+
+
+ToWorker = Submit | Abort | Stop | ControlCall
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -120,6 +128,30 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class ControlDone(msgspec.Struct, frozen=True, tag=True):
+    """A ControlCall was carried out; ``body`` is JSON."""
+
+    call: int
+    body: bytes
+
+
+class ControlRefused(msgspec.Struct, frozen=True, tag=True):
+    """A ControlCall was not carried out; ``kind`` is the error's class."""
+
+    call: int
+    kind: str
+    code: str
+    message: str
+    details: DetailPairs = ()
+    http_status: int = 500
+
+
+class Weights(msgspec.Struct, frozen=True, tag=True):
+    """What serves and what is on its way, after each change."""
+
+    status: WeightsStatus
+
+
 class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; the process ends right after."""
 
@@ -133,7 +165,9 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The last message of an engine that was asked to stop."""
 
 
-FromWorker = Hello | Phase | Ready | Events | Rejected | Stats | Fatal | Stopped
+FromWorker = (
+    Hello | Phase | Ready | Events | Rejected | Stats | ControlDone | ControlRefused | Weights | Fatal | Stopped
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -184,6 +218,36 @@ def rejection_of(message: Rejected) -> RequestRejected:
     return error
 
 
+def refused(call: int, error: GtpServeError) -> ControlRefused:
+    """The message for a control call that failed."""
+    return ControlRefused(
+        call=call,
+        kind=type(error).__name__,
+        code=error.code,
+        message=_printable(error.message),
+        details=tuple((label, _printable(text)) for label, text in error.details),
+        http_status=http_status_of(error),
+    )
+
+
+def refusal_of(message: ControlRefused) -> GtpServeError:
+    """The error that ``refused`` was given, rebuilt with its class, code and status."""
+    cls = _class_named(message.kind, GtpServeError) or GtpServeError
+    error = cls(message.message, message.details, code=message.code)
+    if isinstance(error, RequestRejected):
+        error.http_status = message.http_status
+    return error
+
+
+def http_status_of(error: GtpServeError) -> int:
+    """The status with which an HTTP server tells of an error."""
+    if isinstance(error, RequestRejected):
+        return error.http_status
+    if isinstance(error, EngineFault):
+        return 503
+    return 422 if isinstance(error, UpdateFailed | CheckpointError) else 500
+
+
 def fatal(error: GtpServeError) -> Fatal:
     """The message for an error that ends the engine."""
     return Fatal(
@@ -212,6 +276,13 @@ def _class_of(code: str, root: type[E]) -> type[E] | None:
     if root.default_code == code:
         return root
     found = (_class_of(code, child) for child in root.__subclasses__())
+    return next((cls for cls in found if cls is not None), None)
+
+
+def _class_named(name: str, root: type[GtpServeError]) -> type[GtpServeError] | None:
+    if root.__name__ == name:
+        return root
+    found = (_class_named(name, child) for child in root.__subclasses__())
     return next((cls for cls in found if cls is not None), None)
 
 

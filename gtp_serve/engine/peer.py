@@ -20,8 +20,22 @@ from typing import IO, assert_never
 
 from gtp_serve.engine.messages import Fatal, fault_of
 from gtp_serve.engine.process import LINES_KEPT, death_of, line_text, pass_on
-from gtp_serve.engine.rank_messages import Arrived, Beat, Built, Link, Loading, LostGroup, Report, StopRank
+from gtp_serve.engine.rank_messages import (
+    Answered,
+    Arrived,
+    Beat,
+    Built,
+    Captured,
+    Link,
+    Loading,
+    LostGroup,
+    Report,
+    Reported,
+    StopRank,
+)
+from gtp_serve.engine.rank_tasks import Answer
 from gtp_serve.errors import EngineFault, EnvironmentFault, GtpServeError
+from gtp_serve.refit import orders
 
 _EXIT_SECONDS = 1.0
 """From the end of the connection to the end of the process."""
@@ -58,10 +72,12 @@ class Peer:
         *,
         on_change: Callable[[], None],
         on_fault: Callable[[GtpServeError], None],
+        on_news: Callable[[orders.Report | Answer], None],
         is_lost: Callable[[float], bool],
     ) -> None:
         """
         :param argv: starts the rank's process; ``--rank``, ``--link`` and ``--meeting`` are added.
+        :param on_news: takes what the rank says of its weights.
         :param is_lost: whether the group has a fault already, waiting so many seconds for one.
         """
         self.rank = rank
@@ -69,8 +85,11 @@ class Peer:
         self.arrived = False
         self.loading = Loading(done=0, total=0)
         self.built: Built | None = None
+        self.captured: dict[int, str] = {}
+        """Sizes that it was told to capture and is done with: why that failed, or nothing."""
         self._patience = patience
         self._on_change, self._on_fault, self._is_lost = on_change, on_fault, is_lost
+        self._on_news = on_news
         self._stopping = False
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
@@ -172,8 +191,14 @@ class Peer:
                 self.doing, self.loading = "loading weights", message
             case Built():
                 self.doing, self.built = "serving", message
+            case Captured(size=size, failure=failure):
+                self.captured[size] = failure
             case LostGroup(error=error, stack=stack):
                 return self._lost(error, stack)
+            case Reported(report=report):
+                self._on_news(report)
+            case Answered(answer=answer):
+                self._on_news(answer)
             case Fatal():
                 fault = fault_of(message)
                 return type(fault)(fault.message, [*fault.details, ("on", self.who)], code=fault.code)

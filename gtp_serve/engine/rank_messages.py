@@ -15,7 +15,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from gtp_serve.engine.messages import Fatal
+from gtp_serve.engine.rank_tasks import Answer, Ask, Tell
 from gtp_serve.engine.step import StepPlan
+from gtp_serve.refit import orders
 
 MAX_FRAME = 1 << 28
 """Bytes; a longer frame is a bug or a stranger."""
@@ -28,13 +30,38 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Run the model over this plan."""
 
     plan: StepPlan
+    bucket: int | None = None
+    """The recorded step to do it in; None: in none.  Rank 0's word: all ranks must do the same collectives."""
+
+
+class CaptureStep(msgspec.Struct, frozen=True, tag=True):
+    """Record the step of this many rows."""
+
+    size: int
 
 
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-Command = Step | StopRank
+class TellRank(msgspec.Struct, frozen=True, tag=True):
+    """Something to do about new weights; what comes of it is reported when there is something to say."""
+
+    what: Tell
+
+
+class AskRank(msgspec.Struct, frozen=True, tag=True):
+    """Something to do about the weights, answered by Answered.
+
+    ``steps`` is the number of steps that this rank must have run before: the ranks do it between the same two.
+    """
+
+    call: int
+    steps: int
+    what: Ask
+
+
+Command = Step | CaptureStep | StopRank | TellRank | AskRank
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +88,13 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     kv_bytes: int
 
 
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """The step of this many rows is recorded, or why it is not."""
+
+    size: int
+    failure: str
+
+
 class LostGroup(msgspec.Struct, frozen=True, tag=True):
     """The model's forward pass failed; most often because another rank has gone."""
 
@@ -68,7 +102,19 @@ class LostGroup(msgspec.Struct, frozen=True, tag=True):
     stack: str
 
 
-Report = Arrived | Beat | Loading | Built | LostGroup | Fatal
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """What the rank says of an update."""
+
+    report: orders.Report
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """What came of an AskRank."""
+
+    answer: Answer
+
+
+Report = Arrived | Beat | Loading | Built | Captured | LostGroup | Fatal | Reported | Answered
 
 
 def frame_of(message: Command | Report) -> bytes:

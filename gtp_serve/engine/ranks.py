@@ -1,7 +1,7 @@
 """Tensor-parallel ranks, one process each: rank 0 (``Leader``) schedules and samples, the others follow.
 
     Leader: start the others -> join -> each fills its own weights -> { one Step to each, forward together } -> close
-    Follower: arrive -> join -> build -> { Step: the same Batch, the same forward } -> StopRank
+    Follower: arrive -> join -> build -> { Step: the same Batch, the same forward | CaptureStep } -> StopRank
 
 A rank that dies or falls silent ends all of them: the first reason is kept, the others are killed, which breaks
 whatever rank 0 waits in.  No torch: the ranks' processes are on their way before rank 0 imports it.
@@ -10,36 +10,28 @@ whatever rank 0 waits in.  No torch: the ranks' processes are on their way befor
 from __future__ import annotations
 
 import os
-import socket
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, assert_never
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
-from gtp_serve.engine.messages import fatal
 from gtp_serve.engine.peer import Patience, Peer
 from gtp_serve.engine.rank_messages import (
-    Arrived,
-    Beat,
-    Built,
+    AskRank,
+    CaptureStep,
     Command,
-    Link,
-    Loading,
-    LostGroup,
     Step,
-    StopRank,
+    TellRank,
     frame_of,
 )
+from gtp_serve.engine.rank_tasks import Answer, Ask, Tell
 from gtp_serve.engine.step import StepPlan
 from gtp_serve.errors import EngineFault, GtpServeError
+from gtp_serve.refit import orders
 
-_BEAT_SECONDS = 1.0
-_POLL_SECONDS = 0.1
-
-Forward = Callable[[StepPlan], object]
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +74,9 @@ class Leader:
         self._fault: GtpServeError | None = None
         self._connection: Connection | None = None
         self._closed = False
+        self._steps = 0
+        self.news: SimpleQueue[orders.Report | Answer] = SimpleQueue()
+        """What the others say of their weights; rank 0's own is put here too."""
         self._meeting = os.memfd_create("gtp-serve-ranks")
         self.peers = [self._peer(rank, argv) for rank in range(1, size)]
 
@@ -93,6 +88,7 @@ class Leader:
             self._patience,
             on_change=self._note_change,
             on_fault=self._note_fault,
+            on_news=self.news.put,
             is_lost=self._wait_for_fault,
         )
 
@@ -105,7 +101,7 @@ class Leader:
         """
         self._wait_until(lambda: all(peer.arrived for peer in self.peers))
         try:
-            self._connection = connection = connect(_meeting(self._meeting, 0, self.size, self._patience))
+            self._connection = connection = connect(meeting_of(self._meeting, 0, self.size, self._patience))
         except GtpServeError as error:
             raise self._reason(error) from error
         return connection
@@ -139,7 +135,7 @@ class Leader:
         self.check()
         while not holds():
             with self._changed:
-                self._changed.wait(_POLL_SECONDS)
+                self._changed.wait(POLL_SECONDS)
             self.check()
 
     # -- steps -------------------------------------------------------------------------------------
@@ -154,20 +150,66 @@ class Leader:
             raise type(fault)(fault.message, fault.details, code=fault.code)
 
     @contextmanager
-    def step(self, plan: StepPlan) -> Iterator[None]:
-        """Tell the others to run a plan; inside, rank 0 runs it too.
+    def step(self, plan: StepPlan, bucket: int | None = None) -> Iterator[None]:
+        """Tell the others to run a plan, in a recorded step or in none; inside, rank 0 runs it too.
 
         :raises GtpServeError: when a rank is gone; an exception of rank 0's own is an EngineFault, since the
             others are in the middle of the step.
         """
         self.check()
+        self._steps += 1
+        with self._together(Step(plan=plan.for_followers(), bucket=bucket)):
+            yield
+
+    @contextmanager
+    def capture(self, size: int) -> Iterator[Callable[[], str]]:
+        """Tell the others to record the step of this many rows; inside, rank 0 does so too, and then calls what it
+        is given: it waits for the others, and returns why one of them could not, or nothing.
+
+        :raises GtpServeError: as ``step``.
+        """
+        self.check()
+        with self._together(CaptureStep(size=size)):
+            yield lambda: self._captured(size)
+
+    def _captured(self, size: int) -> str:
+        self._wait_until(lambda: all(size in peer.captured for peer in self.peers))
+        failures = [f"rank tp{peer.rank}: {peer.captured[size]}" for peer in self.peers if peer.captured[size]]
+        return "; ".join(failures)
+
+    @contextmanager
+    def _together(self, command: Command) -> Iterator[None]:
         try:
-            frame = frame_of(Step(plan=plan.for_followers()))
-            for peer in self.peers:
-                peer.link.send_frame(frame)
+            self._send(command)
             yield
         except Exception as error:
             raise self._reason(error) from error
+
+    def tell(self, what: Tell) -> None:
+        """Have the others do something about new weights, at once and beside their steps.
+
+        :raises GtpServeError: when a rank is gone.
+        """
+        self._order(TellRank(what=what))
+
+    def ask(self, call: int, what: Ask) -> None:
+        """Have the others do something between the last step and the next; their answers come as news.
+
+        :raises GtpServeError: when a rank is gone.
+        """
+        self._order(AskRank(call=call, steps=self._steps, what=what))
+
+    def _order(self, command: Command) -> None:
+        self.check()
+        try:
+            self._send(command)
+        except OSError as error:
+            raise self._reason(error) from error
+
+    def _send(self, command: Command) -> None:
+        frame = frame_of(command)
+        for peer in self.peers:
+            peer.link.send_frame(frame)
 
     def _reason(self, error: Exception) -> GtpServeError:
         """Why rank 0 failed: another rank's end when there is news of one, else its own error."""
@@ -216,102 +258,6 @@ class Leader:
             return self._changed.wait_for(lambda: self._fault is not None, seconds)
 
 
-def _meeting(descriptor: int, rank: int, size: int, patience: Patience) -> Meeting:
+def meeting_of(descriptor: int, rank: int, size: int, patience: Patience) -> Meeting:
+    """Of the ranks that wait as long as that."""
     return Meeting(descriptor=descriptor, rank=rank, size=size, form_seconds=patience.form, step_seconds=patience.step)
-
-
-class Follower:
-    """This process as a rank that is told what to do; make one with ``run_follower``."""
-
-    def __init__(self, link: int, meeting: int, rank: int, size: int, patience: Patience) -> None:
-        for descriptor in (link, meeting):
-            os.set_inheritable(descriptor, False)
-        self.rank = rank
-        self.doing = "starting"
-        self._loading_told = 0.0
-        self._meeting = _meeting(meeting, rank, size, patience)
-        self._link: Link[Command] = Link(socket.socket(fileno=link), Command)
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    def join(self, connect: Callable[[Meeting], C]) -> C:
-        """Tell rank 0 that this rank is there, and connect to all ranks."""
-        self._link.send(Arrived())
-        return connect(self._meeting)
-
-    def note_loading(self, done: int, total: int) -> None:
-        """Tell rank 0 how many bytes of this rank's weights are read."""
-        self.doing = "loading weights"
-        now = time.monotonic()
-        if done >= total or now - self._loading_told >= _POLL_SECONDS:
-            self._loading_told = now
-            self._link.send(Loading(done=done, total=total))
-
-    def note_built(self, weight_bytes: int, kv_bytes: int) -> None:
-        """Tell rank 0 that this rank waits for steps."""
-        self.doing = "serving"
-        self._link.send(Built(weight_bytes=weight_bytes, kv_bytes=kv_bytes))
-
-    def note_failure(self, error: GtpServeError) -> None:
-        """Tell rank 0 why this rank ends."""
-        self._link.send(fatal(error))
-
-    def follow(self, forward: Forward) -> int:
-        """Run what rank 0 says until it says stop; returns the process's exit code."""
-        while True:
-            command = self._link.receive()
-            match command:
-                case Step(plan=plan):
-                    self._run(forward, plan)
-                case StopRank():
-                    return 0
-                case None:
-                    return EngineFault.exit_code
-                case _:
-                    assert_never(command)
-
-    def _run(self, forward: Forward, plan: StepPlan) -> None:
-        try:
-            forward(plan)
-        except Exception as error:
-            # Rank 0 knows better who is to blame, and ends this process.
-            self._link.send(LostGroup(error=f"{type(error).__name__}: {error}", stack=traceback.format_exc()))
-
-    def _beat(self) -> None:
-        pause = threading.Event()
-        with suppress(OSError):
-            while True:
-                self._link.send(Beat(doing=self.doing))
-                pause.wait(_BEAT_SECONDS)
-
-
-def run_follower(
-    link: int,
-    meeting: int,
-    rank: int,
-    size: int,
-    build: Callable[[Follower], Forward],
-    *,
-    patience: Patience | None = None,
-) -> int:
-    """Be one rank until rank 0 says stop or is gone; returns the process's exit code.
-
-    The process is tied to its parent (see ``engine.lifeline``) and leaves signals to it already.
-
-    :param link: descriptor of this rank's end of the sockets.
-    :param meeting: descriptor of the file where the ranks meet.
-    :param build: joins the group, loads this rank's weights and returns what runs a plan.
-    """
-    follower = Follower(link, meeting, rank, size, patience or Patience())
-    try:
-        return follower.follow(build(follower))
-    except GtpServeError as error:
-        follower.note_failure(error)
-        return error.exit_code
-    except OSError as error:
-        # Only the connection to rank 0 raises these here: it is gone, and this process is about to be.
-        return EngineFault("rank 0 is gone", [("error", str(error))]).exit_code
-    except Exception as error:
-        traceback.print_exc()
-        fault = EngineFault(f"rank tp{rank} failed with {type(error).__name__}: {error}", code="internal")
-        follower.note_failure(fault)
-        return fault.exit_code

@@ -75,6 +75,8 @@ class Scheduler:
         self.blocks = BlockAllocator(config.cache.num_blocks)
         self.prefixes = PrefixCache(self.blocks)
         self.counters = Counters()
+        self.admits = True
+        """Whether requests that have not run yet may start; those that have go on in any case."""
         self._draw_seed = draw_seed
         self._clock = clock
         self._eos = tuple(i for i in config.model.eos_token_ids if 0 <= i < config.model.vocab_size)
@@ -96,6 +98,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences in the queue."""
         return len(self._waiting)
+
+    @property
+    def num_started(self) -> int:
+        """Sequences that have run and have not ended, preempted ones included."""
+        return sum(map(_has_started, self._by_rid.values()))
 
     @property
     def rids(self) -> tuple[str, ...]:
@@ -150,6 +157,18 @@ class Scheduler:
             return None
         return self._finish(seq, FinishReason(type="abort", message=message, code=code))
 
+    def abort_started(self, message: str, code: str) -> list[TokenEvent]:
+        """End all that have run, as ``abort`` does; those that have not stay in the queue."""
+        started = [seq for seq in self._by_rid.values() if _has_started(seq)]
+        return [self._finish(seq, FinishReason(type="abort", message=message, code=code)) for seq in started]
+
+    def has_late(self) -> bool:
+        """Whether ``expire`` would end anything."""
+        if not self._timed:
+            return False
+        now = self._clock()
+        return any(seq.deadline is not None and seq.deadline <= now for seq in self._timed.values())
+
     def expire(self) -> list[TokenEvent]:
         """End the requests whose deadline has passed, in whatever state, as ``abort`` does."""
         if not self._timed:
@@ -163,9 +182,22 @@ class Scheduler:
 
         Sequences that are running go on with the KV that they have.
         """
+        self._forbid_in_flight()
+        self.weight_version = version
+        self.forget_prefixes()
+
+    def preempt_all(self) -> None:
+        """Running sequences lose their KV, and compute it again before their next token."""
+        self._forbid_in_flight()
+        while self._running:
+            self._preempt_newest()
+
+    def _forbid_in_flight(self) -> None:
         if self._in_flight is not None:
             raise RuntimeError("a step with the old weights is under way")
-        self.weight_version = version
+
+    def forget_prefixes(self) -> None:
+        """Nothing that is computed so far is found again; running sequences keep what they have."""
         self._generation += 1
         for seq in self._running:
             self._disclaim(seq)
@@ -250,6 +282,8 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]] = []
         while self._waiting and budget > 0 and len(self._running) < self.config.max_running:
             seq = self._waiting[0]
+            if not (self.admits or _has_started(seq)):
+                break
             names = self._name_blocks(seq)[: seq.num_reusable // self.config.cache.block_size]
             found = self.prefixes.find(names)
             if len(found) < len(names) and self.prefixes.owner(names[len(found)]) is not None:
@@ -448,6 +482,10 @@ class Scheduler:
             _must(seq.num_computed <= len(seq.blocks) * size, f"{seq.rid} has its KV in blocks")
             _must(len(seq.blocks) <= blocks_for(len(seq.tokens) + 1, size), f"{seq.rid} holds no spare block")
             _must(seq.num_named * size <= seq.num_computed, f"{seq.rid} shares computed blocks only")
+
+
+def _has_started(seq: Sequence) -> bool:
+    return seq.cached_tokens is not None
 
 
 def _item(seq: Sequence, count: int) -> StepItem:

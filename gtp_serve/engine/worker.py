@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import zmq
@@ -20,6 +20,8 @@ from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.lifeline import end_with_parent, leave_signals_to_parent
 from gtp_serve.engine.messages import (
     Abort,
+    ControlCall,
+    ControlDone,
     Events,
     FromWorker,
     Hello,
@@ -30,12 +32,16 @@ from gtp_serve.engine.messages import (
     Stopped,
     Submit,
     ToWorker,
+    Weights,
     decode_to_worker,
     encode,
     fatal,
+    refused,
     rejected,
 )
-from gtp_serve.errors import EngineFault, GtpServeError, RequestRejected, ShuttingDown
+from gtp_serve.engine.updates import Outcome
+from gtp_serve.errors import EngineFault, GtpServeError, RequestRejected, ShuttingDown, UpdateRefused
+from gtp_serve.refit.orders import Begin, WeightsStatus
 from gtp_serve.request import Request
 
 MESSAGES_IN_FLIGHT = 10_000
@@ -43,6 +49,8 @@ MESSAGES_IN_FLIGHT = 10_000
 _STATS_EVERY_SECONDS = 0.25
 _IDLE_CHECK_MS = 500
 """Between two looks at what the engine depends on, when nothing comes in."""
+_UPDATE_CHECK_MS = 5
+"""The same while an update is under way."""
 _LAST_WORDS_MS = 2000
 
 Build = Callable[[Callable[[Phase], None]], Engine]
@@ -94,10 +102,10 @@ class _Link:
     def send(self, message: FromWorker) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, *, block: bool) -> list[ToWorker]:
-        """What has come in; if told to, waits a while for the first message."""
+    def receive(self, wait_ms: int) -> list[ToWorker]:
+        """What has come in; waits so long for the first message."""
         messages: list[ToWorker] = []
-        if self._socket.poll(_IDLE_CHECK_MS if block else 0) == 0:
+        if self._socket.poll(wait_ms) == 0:
             return messages
         while len(messages) < MESSAGES_IN_FLIGHT:
             try:
@@ -115,6 +123,7 @@ class _Loop:
         self._link = link
         self._deadline: float | None = None
         self._stats_sent = -1.0
+        self._updates = engine.updates
 
     def run(self) -> None:
         """Until a Stop has been carried out.
@@ -122,25 +131,34 @@ class _Loop:
         :raises EngineFault: when the engine cannot go on.
         """
         self._send_stats()
+        self._send_weights()
         while not self._finished():
             self._handle_messages()  # while a step computes
             if self._engine.has_work():
                 self._engine.wait()
                 self._handle_messages()  # what came in the meantime takes part in the next step
             self._engine.check()
+            self._poll_updates()
             self._enforce_deadline()
             if self._engine.has_work():
                 self._step()
+        if self._updates is not None:
+            self._answer(self._updates.close())
 
     def _finished(self) -> bool:
-        return self._deadline is not None and not self._engine.has_work()
+        return self._deadline is not None and not self._engine.has_requests()
 
     def _handle_messages(self) -> None:
-        messages = self._link.receive(block=not self._engine.has_work())
+        messages = self._link.receive(self._wait_ms())
         for message in messages:
             self._handle(message)
         if messages and not self._engine.has_work():
             self._send_stats()  # refusals change the numbers too
+
+    def _wait_ms(self) -> int:
+        if self._engine.has_work():
+            return 0
+        return _UPDATE_CHECK_MS if self._updates is not None and self._updates.busy else _IDLE_CHECK_MS
 
     def _handle(self, message: ToWorker) -> None:
         match message:
@@ -150,6 +168,8 @@ class _Loop:
             case Abort(rids=rids):
                 for rid in rids:
                     self._engine.abort(rid)
+            case ControlCall():
+                self._control(message)
             case Stop(drain_seconds=seconds):
                 deadline = time.monotonic() + seconds
                 self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
@@ -163,6 +183,36 @@ class _Loop:
             self._engine.add(request)
         except RequestRejected as error:
             self._link.send(rejected(request.rid, error))
+
+    def _control(self, message: ControlCall) -> None:
+        try:
+            if self._updates is None:
+                raise UpdateRefused("this engine was built without a way to change its weights", code="no-updates")
+            if self._deadline is not None and isinstance(message.command, Begin):
+                raise ShuttingDown("the server is ending and takes no new weights")
+        except RequestRejected as error:
+            self._link.send(refused(message.call, error))
+        else:
+            self._updates.control(message.call, message.command)
+
+    def _poll_updates(self) -> None:
+        if self._updates is not None:
+            outcomes = self._updates.poll()
+            if self._updates.take_change():
+                self._send_weights()  # first, so that whoever is answered sees what has changed
+            self._answer(outcomes)
+
+    def _answer(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.error is None:
+                self._link.send(ControlDone(call=outcome.call, body=outcome.body))
+            else:
+                self._link.send(refused(outcome.call, outcome.error))
+
+    def _send_weights(self) -> None:
+        updates = self._updates
+        status = WeightsStatus(version=self._engine.weight_version) if updates is None else updates.status()
+        self._link.send(Weights(status=status))
 
     def _enforce_deadline(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:

@@ -129,8 +129,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def schedule(self) -> None:
+        started = self.scheduler.num_started
         self.plan = self.scheduler.schedule()
-        assert (self.plan is not None) == bool(self.live)
+        assert (self.plan is not None) == bool(started or (self.live and self.scheduler.admits))
+        if not self.scheduler.admits:
+            assert self.scheduler.num_started == started
         if self.plan is not None:
             self.check_plan(self.plan)
 
@@ -199,12 +202,69 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.prepare()
 
     @precondition(lambda self: self.plan is None)
-    @rule(label=st.sampled_from(["v0", "v1"]))
-    def refit(self, label: str) -> None:
+    @rule(
+        label=st.sampled_from(["v0", "v1"]), in_flight=st.sampled_from(["keep", "keep", "recompute", "abort", "wait"])
+    )
+    def refit(self, label: str, in_flight: str) -> None:
+        if in_flight == "recompute":
+            self.preempt_all()
+        if in_flight == "abort":
+            self.end_started()
+        if in_flight == "wait":
+            self.hold_admissions(True)
+            self.finish_started()
         self.scheduler.set_weight_version(label)
+        self.note_new_weights(label)
+        if in_flight == "wait":
+            self.hold_admissions(False)
+        if in_flight != "keep":
+            assert not self.old_kv.keys() & self.live.keys()
+
+    def note_new_weights(self, label: str) -> None:
         self.generation += 1
         self.labels.append(label)
         self.old_kv |= {seq.rid: seq.num_computed for seq in self.scheduler._running if seq.num_computed}
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def preempt_all(self) -> None:
+        self.scheduler.preempt_all()
+        self.old_kv.clear()
+        assert self.scheduler.num_running == self.scheduler.blocks.num_used == 0
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.scheduler.forget_prefixes()
+        self.note_new_weights(self.labels[-1])  # names are as after other weights, though these are the same
+
+    @rule(held=st.booleans())
+    def hold_admissions(self, held: bool) -> None:
+        self.scheduler.admits = not held
+
+    def end_started(self) -> None:
+        fresh = {rid for rid in self.live if self.scheduler._by_rid[rid].cached_tokens is None}
+        for event in self.scheduler.abort_started("the weights were replaced", "weights-replaced"):
+            assert event.finish is not None
+            assert event.finish.code == "weights-replaced"
+            self.take(event)
+            self.old_kv.pop(event.rid, None)
+        assert set(self.live) == fresh
+        assert self.scheduler.num_started == 0
+
+    def finish_started(self) -> None:
+        """As when an update waits: what has run goes on to its end, and nothing else starts."""
+        waiting = {rid for rid in self.live if self.scheduler._by_rid[rid].cached_tokens is None}
+        for _ in range(3000):
+            self.schedule()
+            if self.plan is None:
+                break
+            self.scheduler.prepare()
+            self.commit()
+            self.holds_together()
+        assert set(self.live) == waiting
+        assert self.scheduler.num_running == 0
+        self.old_kv.clear()
 
     @rule()
     def let_time_pass(self) -> None:
@@ -247,6 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take(self, event: TokenEvent) -> None:
         req = self.live[event.rid]  # a KeyError here is an event after the end
+        assert event.weight_version == self.labels[-1]  # what made its token, or was there when it ended
         self.output[event.rid].append(event)
         tokens = [token for e in self.output[event.rid] for token in e.token_ids]
         expected = scripted_output(req, seed=5)
@@ -292,6 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self.hold_admissions(False)
         if self.plan is not None:
             self.commit()
         for _ in range(3000):

@@ -9,8 +9,9 @@ import torch
 
 from gtp_serve.assembly import build_pool, captures_steps, empty_decoder, fill_decoder, with_graphs
 from gtp_serve.config import CacheConfig, EngineConfig
+from gtp_serve.engine.capture import EagerCapture
 from gtp_serve.engine.engine import Engine
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, EagerCapture
+from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.layers.placement import Placement

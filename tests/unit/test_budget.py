@@ -63,9 +63,42 @@ def test_each_sequence_gets_its_full_context_where_there_is_room() -> None:
     assert budget.weights == pytest.approx(1.24e9 * 2, rel=0.01)
 
 
+def test_two_sets_of_weights_are_kept_where_they_fit() -> None:
+    budget = plan(machine(16))
+    assert budget.refit == budget.weights
+    assert budget.engine.refit_memory == "staged"
+    assert budget.needed == 2 * budget.weights + budget.work + budget.kv
+
+
+def test_model_that_fits_only_once_is_updated_in_place() -> None:
+    budget = plan(machine(5))
+    assert budget.refit == 0
+    assert budget.engine.refit_memory == "inplace"
+
+
+def test_second_set_of_weights_never_costs_context() -> None:
+    sizes = [4 + step / 8 for step in range(40)]
+    budgets = [(plan(machine(ram)), plan(machine(ram), refit_memory="inplace")) for ram in sizes]
+    assert all(chosen.engine.max_context == one.engine.max_context for chosen, one in budgets)
+    assert {chosen.engine.refit_memory for chosen, _ in budgets} == {"staged", "inplace"}
+
+
+def test_in_place_can_be_asked_for_and_gives_the_room_to_the_kv_cache() -> None:
+    one, two = plan(machine(16), refit_memory="inplace"), plan(machine(16), refit_memory="staged")
+    assert (one.refit, one.engine.refit_memory) == (0, "inplace")
+    assert one.kv > two.kv
+
+
+def test_second_set_that_was_asked_for_and_does_not_fit_is_refused_with_what_to_try() -> None:
+    with pytest.raises(DoesNotFit, match=r"2\.3 GiB of weights do not fit twice in memory") as caught:
+        plan(machine(5), refit_memory="staged")
+    assert dict(caught.value.details)["need"].startswith("2.3 GiB weights + 2.3 GiB second set + ")
+    assert dict(caught.value.details)["try"] == "--refit-memory inplace, which needs one set of weights"
+
+
 def test_the_kv_cache_takes_no_more_than_its_share_of_what_is_left() -> None:
     budget = plan(machine(16), mem_fraction=0.25)
-    left = 16 * GIB - budget.weights - budget.work
+    left = 16 * GIB - budget.weights - budget.refit - budget.work
     assert 0.24 * left < budget.kv <= 0.25 * left
     assert plan(machine(16)).kv > budget.kv
 
@@ -118,6 +151,15 @@ def test_ranks_on_gpus_have_one_each() -> None:
     assert two.memory == hardware.gpus[1].memory  # the fuller one decides
     with pytest.raises(EnvironmentFault, match="--tp 4 needs 4 GPUs, and there are 2"):
         plan(hardware, tp=4)
+
+
+def test_the_cache_is_cut_as_attention_reads_it() -> None:
+    usual, paged = plan(machine(gpu=24)), plan(machine(gpu=24), attention="flash-attn")
+    assert (usual.engine.cache.block_size, usual.engine.attention) == (BLOCK_SIZE, "auto")
+    assert (paged.engine.cache.block_size, paged.engine.attention) == (256, "flash-attn")
+    assert paged.kv == paged.engine.cache.num_blocks * block_bytes(MODEL, "bfloat16", 1, 256)
+    assert usual.kv_tokens - 256 < paged.kv_tokens <= usual.kv_tokens
+    assert plan(machine(gpu=24), attention="flashinfer").work == usual.work + (256 << 20)
 
 
 def test_a_number_of_ranks_that_the_heads_do_not_allow_is_refused_with_those_that_work() -> None:
