@@ -12,21 +12,39 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gtp_serve import __version__
-from gtp_serve.errors import GtpServeError
+from gtp_serve.errors import GtpServeError, WeightsTorn
+from gtp_serve.server.access import AdminGuard
+from gtp_serve.server.compat.base import Front
+from gtp_serve.server.compat.session import FedSession
+from gtp_serve.server.compat.sglang import SglangRoutes
+from gtp_serve.server.compat.vllm import VllmRoutes
 from gtp_serve.server.generate import PING_SECONDS, Generate
 from gtp_serve.server.http_errors import JsonResponse, error_response, plain_error
 from gtp_serve.server.metrics import CONTENT_TYPE, Metrics
+from gtp_serve.server.options import DEADLINE_SECONDS
 from gtp_serve.server.state import ServerState
+from gtp_serve.server.weights import WeightRoutes
 
 _CODES = {404: "not-found", 405: "method-not-allowed"}
 
 
 def build_app(
-    state: ServerState, metrics: Metrics, log: logging.Logger, *, ping_seconds: float = PING_SECONDS
+    state: ServerState,
+    metrics: Metrics,
+    log: logging.Logger,
+    *,
+    guard: AdminGuard,
+    refit_seconds: float = DEADLINE_SECONDS,
+    ping_seconds: float = PING_SECONDS,
 ) -> Starlette:
-    """The application over a state that others move from starting to ready to stopping."""
+    """The application over a state that others move from starting to ready to stopping.
+
+    :param guard: of every route that changes or tells about weights.
+    :param refit_seconds: for an update whose request says nothing else.
+    """
     status = _Status(state, metrics)
     generate = Generate(state, metrics, log, ping=ping_seconds)
+    front = Front(state, guard, FedSession())
     app = Starlette(
         routes=[
             Route("/generate", generate, methods=["POST", "PUT"]),
@@ -35,6 +53,9 @@ def build_app(
             Route("/model_info", status.model_info),
             Route("/get_model_info", status.model_info),
             Route("/metrics", status.metrics),
+            *WeightRoutes(state, guard, seconds=refit_seconds).routes(),
+            *SglangRoutes(front).routes(),
+            *VllmRoutes(front).routes(),
         ],
         exception_handlers={
             HTTPException: _http_exception,
@@ -58,6 +79,9 @@ class _Status:
         status = self._state.status()
         if status["status"] == "ready":
             return JsonResponse(status)
+        if status["status"] == "torn":
+            error = plain_error(503, WeightsTorn.default_code, f"the weights are not whole: {status['reason']}")
+            return JsonResponse({**status, **error}, status_code=503, headers={"retry-after": "1"})
         phase = f": {status['phase']}" if "phase" in status else ""
         error = plain_error(503, _not_ready(status["status"]), f"the server is {_words(status['status'])}{phase}")
         return JsonResponse({**status, **error}, status_code=503, headers={"retry-after": "1"})
@@ -73,7 +97,7 @@ class _Status:
         """What is served; SGLang's keys and ours."""
         serving = self._state.require_serving()
         model, engine = serving.engine.model, serving.engine
-        version = serving.client.stats().weight_version or engine.weight_version
+        version = serving.client.weights.version or engine.weight_version
         body: dict[str, Any] = {
             "model_path": serving.name,
             "served_model_name": serving.name,

@@ -18,8 +18,12 @@ from gtp_serve.errors import RequestRejected
 MAX_BODY_BYTES = 32 << 20
 MAX_BODY_STRINGS = 100_000
 BODY_TIMEOUT_SECONDS = 60.0
-_MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
-"""A body up to this size is read to its end before it is refused: closing earlier would lose the answer."""
+_DISCARDED_TIMES = 4
+"""A body up to so many times its limit is read to its end before it is refused: closing earlier would lose the
+answer.
+"""
+_LONG_BODY_BYTES = 4 << 20
+"""From here on parsing leaves the event loop."""
 
 
 class BodyTooLarge(RequestRejected):
@@ -43,15 +47,19 @@ class WrongMediaType(RequestRejected):
     http_status = 415
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
+async def read_json_object(
+    request: Request, *, max_bytes: int = MAX_BODY_BYTES, max_strings: int = MAX_BODY_STRINGS
+) -> dict[str, Any]:
     """The body as a JSON object.
 
     :raises RequestRejected: with the reason; 408, 413 and 415 where they fit, else 400.
     :raises ClientDisconnect: when the client left before the body was complete.
     """
     check_media_type(request.headers.get("content-type", ""))
-    raw = await _read_body(request)
-    return parse_json_object(raw)
+    raw = await _read_body(request, max_bytes)
+    if len(raw) > _LONG_BODY_BYTES:
+        return await asyncio.to_thread(parse_json_object, raw, max_strings)
+    return parse_json_object(raw, max_strings)
 
 
 def check_media_type(content_type: str) -> None:
@@ -65,35 +73,35 @@ def check_media_type(content_type: str) -> None:
     raise WrongMediaType(f"content type '{media[:100]}' is not JSON", [("send", "content-type: application/json")])
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "")
-    if length.isdigit() and (len(length) > 18 or int(length) > _MAX_DISCARDED_BYTES):
-        raise _too_large()
+    if length.isdigit() and (len(length) > 18 or int(length) > _DISCARDED_TIMES * limit):
+        raise _too_large(limit)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            return await _collect(request)
+            return await _collect(request, limit)
     except TimeoutError:
         raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_SECONDS:g} s") from None
 
 
-async def _collect(request: Request) -> bytes:
+async def _collect(request: Request, limit: int) -> bytes:
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > _MAX_DISCARDED_BYTES:
-            raise _too_large()
-        if size <= MAX_BODY_BYTES:
+        if size > _DISCARDED_TIMES * limit:
+            raise _too_large(limit)
+        if size <= limit:
             body += chunk
-    if size > MAX_BODY_BYTES:
-        raise _too_large()
+    if size > limit:
+        raise _too_large(limit)
     return bytes(body)
 
 
-def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit >> 20} MiB")
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
+def parse_json_object(raw: bytes, max_strings: int = MAX_BODY_STRINGS) -> dict[str, Any]:
     """A JSON object, strictly.
 
     :raises RequestRejected: naming what is wrong; never with bytes of the body in the message.
@@ -107,7 +115,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         kind = _JSON_NAMES.get(type(value), "something else")
         raise RequestRejected(f"the body is {kind}, not a JSON object", code="invalid-json")
-    _refuse_double_keys(raw, value)
+    _refuse_double_keys(raw, value, max_strings)
     return value
 
 
@@ -121,7 +129,7 @@ _JSON_NAMES = {
 }
 
 
-def _refuse_double_keys(raw: bytes, value: dict[str, Any]) -> None:
+def _refuse_double_keys(raw: bytes, value: dict[str, Any], max_strings: int) -> None:
     """Parsers differ on which of two equal keys wins, so neither does.
 
     The parser keeps one of them, so the body's count of keys is larger than the value's.  ``raw`` is valid
@@ -129,8 +137,8 @@ def _refuse_double_keys(raw: bytes, value: dict[str, Any]) -> None:
     borders of strings.
     """
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
-    if plain.count(b'"') > 2 * MAX_BODY_STRINGS:
-        raise RequestRejected(f"the body has more than {MAX_BODY_STRINGS} strings", code="body-too-large")
+    if plain.count(b'"') > 2 * max_strings:
+        raise RequestRejected(f"the body has more than {max_strings} strings", code="body-too-large")
     parts = plain.split(b'"')
     written = sum(1 for part in parts[2::2] if part.lstrip()[:1] == b":")
     kept = Counter(_keys(value))

@@ -99,6 +99,7 @@ class Bringup:
         model = model_with_tokenizer(found.model, self._tokenizer)
         budget = plan_memory(model, logical_tensors(model), options, hardware)
         self._reporter.fact("memory", _memory_lines(budget))
+        self._reporter.fact("new weights", [_refit_line(options, budget)])
         for warning in found.facts.warnings:
             self._reporter.line("WARNING", "checkpoint", {"says": warning})
         return await self._start_engine(found, budget, hardware)
@@ -113,6 +114,8 @@ class Bringup:
             engine=budget.engine,
             threads=max(1, count_threads(hardware.cores) // options.tp),
             tokenizer=self._tokenizer_json,
+            refit_seconds=options.refit_timeout,
+            refit_host=_meeting_host(options),
             first_prompt=first_prompt_ids(encoded, budget.engine.model.vocab_size, budget.engine.model.bos_token_id),
         )
         self._engine_started = time.monotonic()
@@ -189,6 +192,13 @@ class Bringup:
             self._on_phase(Phase(name=name, state="failed", seconds=time.monotonic() - started))
             raise
         self._on_phase(Phase(name=name, state="ok", detail=" ".join(said), seconds=time.monotonic() - started))
+
+
+def _meeting_host(options: ServeOptions) -> str:
+    """One address: a port for trainers is never opened on all interfaces because the server's own is."""
+    if options.refit_host is not None:
+        return options.refit_host
+    return "127.0.0.1" if options.host in ("", "0.0.0.0", "::", "*") else options.host
 
 
 def _default_name(ckpt: Path) -> str:
@@ -288,13 +298,20 @@ def _tokenizer_line(options: ServeOptions, found: Found, tokenizer: Tokenizer | 
 def _memory_lines(budget: Budget) -> list[str]:
     engine = budget.engine
     weights, kv, work = (f"{part / GIB:.1f}" for part in (budget.weights, budget.kv, budget.work))
+    refit = f" + refit {budget.refit / GIB:.1f}" if budget.refit else ""
     share = 100 * budget.needed / budget.memory.total if budget.memory.total else 0
     sequences = budget.kv_tokens // engine.max_context
     return [
-        f"weights {weights} + KV {kv} + work {work} = {budget.needed / GIB:.1f}"
+        f"weights {weights}{refit} + KV {kv} + work {work} = {budget.needed / GIB:.1f}"
         f" of {format_gib(budget.memory.total)}  ({share:.0f}%), {engine.dtype} on {_where(engine)}",
         f"KV fits {budget.kv_tokens:,} tokens = {sequences} sequences of {engine.max_context:,}",
+        *([] if budget.refit else ["one set of weights: an update is copied in place, while nothing runs"]),
     ]
+
+
+def _refit_line(options: ServeOptions, budget: Budget) -> str:
+    who = "with the admin key" if options.admin_key is not None else "from this machine only (no admin key)"
+    return f"{budget.engine.refit_memory}, {who}"
 
 
 def _where(engine: EngineConfig) -> str:

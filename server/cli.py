@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, cast, get_args
 
 from gtp_serve import __version__
+from gtp_serve.config import AttentionBackend
 from gtp_serve.errors import UsageError
+from gtp_serve.server.admin_key import find_admin_key
 from gtp_serve.server.failures import print_failure
 from gtp_serve.server.flags import refuse_unknown, rewrite_aliases
 from gtp_serve.server.options import SavedGrid, ServeOptions
 from gtp_serve.sizes import parse_size
 
-COMMANDS = ("serve", "inspect", "demo")
+COMMANDS = ("serve", "inspect", "demo", "push", "weights")
+_MODULES = {"weights": "weights_cli"}
+"""Where a command's name is not its module's."""
 
+_ATTENTION_HELP = "on a GPU: auto, torch, triton, flashinfer, flash-attn (auto)"
 _DESCRIPTION = """\
 Serve a Megatron or Hugging Face checkpoint over HTTP, as it lies on disk.
 
   gtp-serve [serve] --ckpt PATH [options]   serve a checkpoint
   gtp-serve inspect PATH [--json]           what is in it, will it run here
   gtp-serve demo DIR                        make a small real checkpoint to try
+  gtp-serve push URL --ckpt PATH            new weights for a running server
+  gtp-serve weights URL                     what it serves and what it has served
 """
 
 
@@ -65,7 +73,7 @@ def _dispatch(words: list[str]) -> int:
         options = parse_serve(rest)
         serve = importlib.import_module("gtp_serve.server.serve")
         return cast(int, serve.run(options))
-    module = cast(_Command, importlib.import_module(f"gtp_serve.server.{command}"))
+    module = cast(_Command, importlib.import_module(f"gtp_serve.server.{_MODULES.get(command, command)}"))
     parser = _Parser(prog=f"gtp-serve {command}", allow_abbrev=False)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
@@ -95,13 +103,14 @@ def build_serve_parser() -> argparse.ArgumentParser:
         prog="gtp-serve",
         usage="gtp-serve [serve] --ckpt PATH [options]",
         description=_DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=27, width=100),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=100),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gtp-serve {__version__}")
     _add_model_options(parser.add_argument_group("model"))
     _add_memory_options(parser.add_argument_group("device and memory"))
     _add_http_options(parser.add_argument_group("http"))
+    _add_weight_options(parser.add_argument_group("new weights while serving"))
     _add_saved_options(parser.add_argument_group("only if the checkpoint does not say how it was saved"))
     return parser
 
@@ -125,6 +134,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-running", metavar="N", help="sequences in one step (64)")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute shared prompt beginnings anew")
     group.add_argument("--no-graphs", action="store_true", help="run each decode step eagerly")
+    group.add_argument("--attention-backend", metavar="NAME", default="auto", help=_ATTENTION_HELP)
     group.add_argument("--deterministic", action="store_true", help="same bits whatever runs beside it; slower")
 
 
@@ -135,6 +145,14 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log", metavar="FORM", default="text", help="text or json (text)")
     group.add_argument("-v", "--verbose", action="store_true", help="debug lines, warnings and stacks")
     group.add_argument("-q", "--quiet", action="store_true", help="warnings and errors only")
+
+
+def _add_weight_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--admin-key-file", metavar="FILE", help="key of the weight routes (none: this machine only)")
+    group.add_argument("--admin-key", metavar="KEY", help="the same, for all to see in the process list")
+    group.add_argument("--refit-memory", metavar="HOW", default="auto", help="staged or inplace (staged if it fits)")
+    group.add_argument("--refit-timeout", metavar="S", default="120", help="seconds for an update (120)")
+    group.add_argument("--refit-host", metavar="HOST", help="address where trainers meet the engine (--host's)")
 
 
 def _add_saved_options(group: argparse._ArgumentGroup) -> None:
@@ -169,12 +187,21 @@ def _to_options(args: argparse.Namespace) -> ServeOptions:
         max_running=_optional_integer("--max-running", args.max_running, 1, 4096),
         prefix_cache=not args.no_prefix_cache,
         graphs=not args.no_graphs,
+        attention=_choice(
+            "--attention-backend",
+            _ATTENTION.get(args.attention_backend.lower().replace("_", "-"), args.attention_backend),
+            get_args(AttentionBackend),
+        ),  # type: ignore[arg-type]
         deterministic=args.deterministic,
         host=args.host,
         port=_integer("--port", args.port, 0, 65535),
         drain_timeout=_seconds("--drain-timeout", args.drain_timeout),
         log=_choice("--log", args.log, ("text", "json")),  # type: ignore[arg-type]
         verbosity=int(args.verbose) - int(args.quiet),
+        admin_key=find_admin_key(args.admin_key, args.admin_key_file, os.environ),
+        refit_memory=_choice("--refit-memory", args.refit_memory, ("auto", "staged", "inplace")),  # type: ignore[arg-type]
+        refit_timeout=_real("--refit-timeout", args.refit_timeout, 1.0, 86400.0, "seconds from 1 to 86400"),
+        refit_host=args.refit_host,
         saved=SavedGrid(
             config=args.saved_config,
             **{
@@ -186,6 +213,12 @@ def _to_options(args: argparse.Namespace) -> ServeOptions:
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+_ATTENTION = {
+    "fa2": "flash-attn", "flash-attn": "flash-attn", "flashinfer": "flashinfer",
+    "torch-native": "torch", "torch-sdpa": "torch", "triton": "triton", "triton-attn": "triton",
+}  # fmt: skip
+"""As other servers call them too."""
 
 
 def _choice(option: str, value: str, choices: tuple[str, ...]) -> str:

@@ -15,27 +15,37 @@ from pathlib import Path
 import torch
 
 from gtp_serve.assembly import (
+    RankWork,
     build_pool,
+    check_addresses,
     check_device,
     empty_decoder,
     fill_decoder,
     first_token,
     greedy_choice,
+    keep_weights,
+    rank_weights,
     with_graphs,
 )
 from gtp_serve.config import EngineConfig
+from gtp_serve.engine.all_ranks import News
 from gtp_serve.engine.collective import GroupCollective, join_group
 from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.follower import Follower, Work, run_follower
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.messages import Phase
-from gtp_serve.engine.ranks import Follower, Forward, Leader, Meeting, run_follower
+from gtp_serve.engine.ranks import Leader, Meeting
 from gtp_serve.engine.runner import ModelRunner
+from gtp_serve.engine.updates import Updates
 from gtp_serve.engine.worker import run_worker
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.loaders import open_checkpoint
 from gtp_serve.loaders.tokenizer import load_tokenizer
 from gtp_serve.loaders.tokenizer_files import tokenizer_at
 from gtp_serve.models.decoder import Decoder
+from gtp_serve.refit import orders
+from gtp_serve.refit.rank import RankWeights
+from gtp_serve.refit.store import WeightStore
 from gtp_serve.server.launch import Launch, saved_overrides
 from gtp_serve.sizes import format_gib
 
@@ -79,6 +89,7 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engin
     with _Phase("start engine", report) as phase:
         check_device(config, rank=0)
         decoder = empty_decoder(config, None if leader is None else leader.join(_connect(config)))
+        store = keep_weights(decoder)
         phase.done(_engine_words(launch, decoder))
     grammars = _build_grammars(launch)
     with _Phase("load weights", report) as phase:
@@ -88,25 +99,44 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engin
         pool = build_pool(config, decoder)
         others = 0 if leader is None else leader.wait_built()
         phase.done(format_gib(pool.num_bytes + others))
-    engine = _build_engine(config, decoder, pool, leader, grammars)
+    engine, after_swap = _build_engine(config, decoder, pool, leader, grammars)
+    news = News() if leader is None else leader.news
+    Updates(
+        engine,
+        _rank_weights(launch, decoder, store, pool, news.put),
+        news,
+        others=leader,
+        memory=config.refit_memory,
+        deadline_seconds=launch.refit_seconds,
+        after_swap=after_swap,
+    )
     with _Phase("first token", report) as phase:
         phase.done(str(first_token(engine, launch.first_prompt)))
     return engine
 
 
-def build_follower(launch: Launch, rank: Follower) -> Forward:
-    """What runs a plan on a rank that does not sample, with its weights loaded.
+def build_follower(launch: Launch, rank: Follower) -> Work:
+    """What carries out rank 0's words on a rank that does not sample, with its weights loaded.
 
     :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
     """
     config = launch.engine
     check_device(config, rank=rank.rank)
     decoder = empty_decoder(config, rank.join(_connect(config)))
+    store = keep_weights(decoder)
     read = _load_weights(launch, decoder, rank.note_loading)
     pool = build_pool(config, decoder)
-    runner = ModelRunner(decoder, pool, config)
+    model, _ = with_graphs(config, decoder, pool)
+    rank.weights = _rank_weights(launch, decoder, store, pool, rank.report)
     rank.note_built(read, pool.num_bytes)
-    return runner.forward
+    return RankWork(config, model, pool)
+
+
+def _rank_weights(
+    launch: Launch, decoder: Decoder, store: WeightStore, pool: KVPool, report: Callable[[orders.Report], None]
+) -> RankWeights:
+    saved = saved_overrides(launch.saved)
+    return rank_weights(launch.engine, decoder, store, pool, report, saved=saved, meeting_host=launch.refit_host)
 
 
 def _connect(config: EngineConfig) -> Callable[[Meeting], GroupCollective]:
@@ -119,13 +149,21 @@ def _build_engine(
     pool: KVPool,
     leader: Leader | None,
     grammars: GrammarCompiler | None,
-) -> Engine:
+) -> tuple[Engine, Callable[[], None]]:
+    """The engine, and what makes sure that captured steps still read the memory where the weights are."""
     greedy = greedy_choice(config, decoder)
     if leader is None:
         model, between_steps = with_graphs(config, decoder, pool)
-        return Engine(config, ModelRunner(model, pool, config, grammars=grammars, greedy=greedy), check=between_steps)
-    runner = ModelRunner(decoder, pool, config, together=leader.step, grammars=grammars, greedy=greedy)
-    return Engine(config, runner, check=leader.check)
+        runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy)
+        return Engine(config, runner, check=between_steps), check_addresses(model)
+    model, capture_one = with_graphs(config, decoder, pool, together=leader.capture)
+    runner = ModelRunner(model, pool, config, together=leader.step, grammars=grammars, greedy=greedy)
+
+    def check() -> None:
+        leader.check()
+        capture_one()
+
+    return Engine(config, runner, check=check), check_addresses(model)
 
 
 def _build_grammars(launch: Launch) -> GrammarCompiler | None:

@@ -1,7 +1,7 @@
 """How a command ends badly: the exit codes and the one form in which an error is printed.
 
-Exit codes: 0 stopped as asked, 1 a bug of ours, 2 usage, 3 checkpoint, 4 does not fit, 5 environment, 6
-engine; 128 + signal (130 for Ctrl-C, 143 for SIGTERM) when running requests were cut short.
+Exit codes: 0 stopped as asked, 1 a bug of ours, 2 usage, 3 checkpoint, 4 does not fit, 5 environment, 6 engine, 7 new
+weights that were not taken; 128 + signal (130 for Ctrl-C, 143 for SIGTERM) when running requests were cut short.
 """
 
 from __future__ import annotations

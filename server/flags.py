@@ -41,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "--inference-max-requests": "--max-running",
     "--server-port": "--port",
     "--shutdown-timeout": "--drain-timeout",
+    "--admin-api-key": "--admin-key",
 }
 """Option of another server: ours, with the same value."""
 
@@ -100,14 +101,13 @@ FOREIGN: Mapping[str, Foreign] = {
     "--block-size": Foreign("vLLM's", _AUTO),
     "--page-size": Foreign("SGLang's", _AUTO),
     "--swap-space": Foreign("vLLM's", "leave it out: nothing is swapped"),
-    "--attention-backend": Foreign("vLLM's and SGLang's", _AUTO),
     "--schedule-policy": Foreign("SGLang's", "leave it out: requests run in order of arrival"),
     "--distributed-executor-backend": Foreign("vLLM's", "leave it out: one engine process, no Ray"),
     "--enable-lora": Foreign("vLLM's and SGLang's", _NO_LORA),
     "--lora-paths": Foreign("SGLang's", _NO_LORA),
     "--lora-modules": Foreign("vLLM's", _NO_LORA),
     "--api-key": Foreign("vLLM's and SGLang's", _PROXY),
-    "--admin-api-key": Foreign("SGLang's", _PROXY),
+    "--weight-transfer-config": Foreign("vLLM's", "leave it out: each update says where its weights come from"),
     "--ssl-keyfile": Foreign("vLLM's and SGLang's", _PROXY),
     "--ssl-certfile": Foreign("vLLM's and SGLang's", _PROXY),
     "--allowed-origins": Foreign("vLLM's", _PROXY),

@@ -63,7 +63,7 @@ class Generate:
         """Answer one request."""
         started = time.perf_counter()
         try:
-            serving = self._state.require_serving()
+            serving = self._state.require_whole()
             call = parse_call(await read_json_object(HttpRequest(scope, receive)), new_rid)
             jobs = await prepare(call, serving)
             with self._state.call([job.request.rid for job in jobs]):

@@ -74,6 +74,8 @@ def error_response(error: BaseException, headers: Mapping[str, str] | None = Non
     status = status_of(error)
     if status in (408, 413):
         headers = {**(headers or {}), "connection": "close"}  # the rest of the body is not read
+    if status == 401:
+        headers = {"www-authenticate": "Bearer", **(headers or {})}
     if status == 503:
         headers = {"retry-after": "1", **(headers or {})}
     return JsonResponse(error_object(error), status_code=status, headers=headers)

@@ -10,7 +10,7 @@ import msgspec
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.loaders.facts import SavedOverrides
-from gtp_serve.server.options import SavedGrid
+from gtp_serve.server.options import DEADLINE_SECONDS, SavedGrid
 
 ENGINE_MODULE = "gtp_serve.server.engine_start"
 
@@ -26,6 +26,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Of torch, and of the weight reader."""
     tokenizer: str | None = None
     """A ``tokenizer.json``; grammars need it."""
+    refit_seconds: float = DEADLINE_SECONDS
+    refit_host: str = "127.0.0.1"
+    """Address of this machine on which trainers meet the engine."""
     first_prompt: tuple[int, ...]
     """Ids of the prompt that proves, before the server is ready, that a token comes out."""
 

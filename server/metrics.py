@@ -16,6 +16,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gtp_serve.refit.orders import UpdateRecord, WeightsStatus
 from gtp_serve.server.state import ServerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,6 +28,8 @@ Outcome = Literal["stop", "length", "abort", "client_gone", "refused", "error"]
 
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_STALL = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_UPDATE = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -52,6 +55,25 @@ class Metrics:
             "gtp_serve_e2e_seconds", "From the request to its last token", buckets=_E2E, registry=registry
         )
         self.startup = Gauge("gtp_serve_startup_seconds", "Start-up time", ["phase"], registry=registry)
+        self._updates = Counter(
+            "gtp_serve_weight_updates", "Weight updates that have ended", ["result", "kind"], registry=registry
+        )
+        self._update_seconds = Histogram(
+            "gtp_serve_weight_update_seconds",
+            "Of committed weight updates, by phase",
+            ["phase"],
+            buckets=_UPDATE,
+            registry=registry,
+        )
+        self._update_stall = Histogram(
+            "gtp_serve_weight_update_stall_seconds",
+            "In which no step could run because of a committed update",
+            buckets=_STALL,
+            registry=registry,
+        )
+        self._update_bytes = Counter(
+            "gtp_serve_weight_update_bytes", "Read from sources, and put into parameters", ["side"], registry=registry
+        )
         registry.register(_EngineGauges(state))
 
     def ended(self, outcome: Outcome, seconds: float | None = None) -> None:
@@ -59,6 +81,17 @@ class Metrics:
         self.requests.labels(outcome).inc()
         if seconds is not None:
             self.e2e.observe(seconds)
+
+    def update_ended(self, record: UpdateRecord) -> None:
+        """A weight update is over, whichever way."""
+        result = "dry_run" if record.state == "verified" else record.state
+        self._updates.labels(result, record.kind).inc()
+        self._update_bytes.labels("source").inc(record.source_bytes)
+        self._update_bytes.labels("target").inc(record.target_bytes)
+        if record.state == "committed" and record.kind != "label":
+            for phase, seconds in record.seconds.items():
+                self._update_seconds.labels(phase).observe(seconds)
+            self._update_stall.observe(record.stall_seconds)
 
     def render(self) -> bytes:
         """The text exposition."""
@@ -96,6 +129,16 @@ class _EngineGauges(Collector):
         yield CounterMetricFamily(
             "gtp_serve_preemptions", "Sequences that gave up their KV to older ones", stats.preemptions_total
         )
+        weights = serving.client.weights
+        torn = bool(weights.torn)
+        yield GaugeMetricFamily("gtp_serve_weights_torn", "1: no whole weights, nothing serves", value=torn)
+        yield GaugeMetricFamily("gtp_serve_engine_paused", "1: somebody holds the steps", value=weights.paused)
         version = GaugeMetricFamily("gtp_serve_weight_version_info", "Weights that serve", labels=["version", "source"])
-        version.add_metric([stats.weight_version or serving.engine.weight_version, "checkpoint"], 1)
+        version.add_metric([weights.version or serving.engine.weight_version, _source(weights)], 1)
         yield version
+
+
+def _source(weights: WeightsStatus) -> str:
+    """Where the weights that serve have come from: the newest update that was committed, whatever it was named."""
+    kinds = (record.kind for record in weights.history if record.state == "committed" and record.kind != "label")
+    return next(kinds, "checkpoint")

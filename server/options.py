@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from gtp_serve.config import AttentionBackend
+
+DEADLINE_SECONDS = 120.0
+"""Of a weight update that says nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +44,7 @@ class ServeOptions:
     max_running: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
+    attention: AttentionBackend = "auto"
     deterministic: bool = False
     host: str = "127.0.0.1"
     port: int = 30000
@@ -46,4 +52,10 @@ class ServeOptions:
     log: Literal["text", "json"] = "text"
     verbosity: int = 0
     """-1 warnings only, 0 normal, 1 debug and stacks."""
+    admin_key: str | None = field(default=None, repr=False)
+    """None: weight routes answer clients on this machine only."""
+    refit_memory: Literal["auto", "staged", "inplace"] = "auto"
+    refit_timeout: float = DEADLINE_SECONDS
+    refit_host: str | None = None
+    """Address of this machine on which trainers meet the engine; None: the one that ``host`` names."""
     saved: SavedGrid = SavedGrid()

@@ -188,7 +188,7 @@ def _job(
         text_in_logprobs=call.return_text_in_logprobs,
         with_prompt_ids=call.return_prompt_token_ids,
         routed_start=call.routed_experts_start_len if call.return_routed_experts else None,
-        weight_version=serving.engine.weight_version,
+        weight_version=serving.client.weights.version or serving.engine.weight_version,
     )
     return Job(request=request, reply=reply)
 

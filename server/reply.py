@@ -14,11 +14,17 @@ from gtp_serve.text import StoppingText, TextTokenizer
 Triple = tuple[float | None, int, str | None]
 
 
+_ABORT_STATUS = {
+    **dict.fromkeys(("", "aborted", "deadline-exceeded", "paused", "weights-replaced"), 200),
+    **dict.fromkeys(("shutting-down", "weights_torn"), 503),
+}
+
+
 def abort_status(finish: FinishReason) -> int:
-    """The HTTP status that fits an abort: 200 when the client asked for it (a deadline too), 503 when the server
-    ended, 500 for a fault.
+    """The HTTP status that fits an abort: 200 when somebody asked for it (a deadline, a pause or new weights too: what
+    was made until then is kept), 503 when the server cannot go on with it, 500 for a fault.
     """
-    return {"": 200, "aborted": 200, "deadline-exceeded": 200, "shutting-down": 503}.get(finish.code, 500)
+    return _ABORT_STATUS.get(finish.code, 500)
 
 
 def _is_the_stop(token: int, finish: FinishReason | None) -> bool:

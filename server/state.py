@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.messages import EngineStats, Phase
-from gtp_serve.errors import EngineFault, GtpServeError, NotReady, ShuttingDown
+from gtp_serve.errors import EngineFault, GtpServeError, NotReady, ShuttingDown, WeightsTorn
+from gtp_serve.refit.orders import Control, UpdateRecord, WeightsStatus
 from gtp_serve.request import Grammar, Request, TokenEvent
 from gtp_serve.server.http_errors import Conflict
 from gtp_serve.text import TextTokenizer
@@ -32,8 +33,29 @@ class Client(Protocol):
         """Start a request; closing the iterator aborts it."""
         ...
 
+    async def abort(self, rid: str) -> None:
+        """End a request; unknown names are ignored."""
+        ...
+
     def stats(self) -> EngineStats:
         """The newest numbers."""
+        ...
+
+    @property
+    def weights(self) -> WeightsStatus:
+        """What serves and what is on its way, as the engine last said."""
+        ...
+
+    async def control(self, command: Control) -> Any:
+        """Ask something about the weights; the answer as plain JSON values."""
+        ...
+
+    async def wait_weights(self, holds: Callable[[WeightsStatus], bool], seconds: float | None = None) -> WeightsStatus:
+        """The first status for which something holds."""
+        ...
+
+    async def wait_update(self, update: str, seconds: float | None = None) -> UpdateRecord:
+        """An update's record once it has ended."""
         ...
 
 
@@ -83,6 +105,11 @@ class ServerState:
         return self._serving
 
     @property
+    def rids(self) -> frozenset[str]:
+        """Names of the sequences in progress."""
+        return frozenset(self._rids)
+
+    @property
     def num_calls(self) -> int:
         """Calls whose answer is not complete."""
         return self._calls
@@ -103,7 +130,10 @@ class ServerState:
             return {"status": "stopping", "running": self._calls}
         if self._serving is None:
             return {"status": "starting", **self._phase_body()}
-        return {"status": "ready"}
+        weights = self._serving.client.weights
+        if weights.torn:
+            return {"status": "torn", "reason": weights.torn}
+        return {"status": "ready", "paused": True} if weights.paused else {"status": "ready"}
 
     def _phase_body(self) -> dict[str, Any]:
         phase = self._phase
@@ -128,15 +158,28 @@ class ServerState:
             raise NotReady(f"the server is starting: {self._phase.name}")
         return self._serving
 
+    def require_whole(self) -> Serving:
+        """What serves, to make tokens with.
+
+        :raises WeightsTorn: when its weights are a mix of two versions; and as ``require_serving``.
+        """
+        serving = self.require_serving()
+        torn = serving.client.weights.torn
+        if torn:
+            raise WeightsTorn(
+                f"the weights are not whole: {torn}", [("until", "a good update has landed, nothing is generated")]
+            )
+        return serving
+
     def health(self) -> str | None:
-        """Why the server cannot make progress, or None when it can."""
+        """Why the server cannot make progress, or None when it can; whoever paused it keeps it from making steps."""
         status = self.status()["status"]
         if status == "failed":
             return "the engine has ended"
         if self._serving is None:
             return f"the server is starting: {self._phase.name}"
         age = self._serving.client.stats().last_step_age_seconds
-        if age > STALLED_SECONDS:
+        if age > STALLED_SECONDS and not _is_held(self._serving.client.weights):
             return f"the engine has made no step for {age:.0f} s though it has work"
         return None
 
@@ -163,3 +206,9 @@ class ServerState:
     async def wait_idle(self) -> None:
         """Until no call is in progress."""
         await self._idle.wait()
+
+
+def _is_held(weights: WeightsStatus) -> bool:
+    """Whether no step is made because somebody wants it so."""
+    update = weights.update
+    return weights.paused or bool(weights.torn) or (update is not None and update.memory == "inplace")

@@ -17,9 +17,11 @@ import warnings
 from typing import TYPE_CHECKING
 
 import uvloop
+from starlette.applications import Starlette
 
 from gtp_serve.engine.messages import EngineStats, Phase
 from gtp_serve.errors import EngineFault, GtpServeError
+from gtp_serve.server.access import AdminGuard
 from gtp_serve.server.app import build_app
 from gtp_serve.server.failures import EXIT_OK, EXIT_SIGNAL_BASE, as_known_error
 from gtp_serve.server.http_server import HttpServer, build_server
@@ -30,6 +32,7 @@ from gtp_serve.server.ports import display_address, url_of
 from gtp_serve.server.startup import Lines, Reporter, ReporterHandler
 from gtp_serve.server.state import ServerState
 from gtp_serve.server.terminal import Terminal
+from gtp_serve.server.weights_watch import watch_weights
 
 if TYPE_CHECKING:
     from gtp_serve.engine.client import EngineClient
@@ -140,7 +143,7 @@ class _Server:
         """
         signals = _Signals()
         self._porch.close()
-        http = build_server(build_app(self._state, self._metrics, self._log))
+        http = build_server(self._build_app())
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         ticking = asyncio.create_task(self._tick())
         try:
@@ -150,6 +153,11 @@ class _Server:
             http.should_exit = True
             http.force_exit = signals.second.is_set()
             await asyncio.wait([serving], timeout=_FLUSH_SECONDS)
+
+    def _build_app(self) -> Starlette:
+        options = self._options
+        guard = AdminGuard(options.admin_key)
+        return build_app(self._state, self._metrics, self._log, guard=guard, refit_seconds=options.refit_timeout)
 
     async def _live(self, signals: _Signals, http: HttpServer) -> int:
         bringup: Bringup | None = None
@@ -188,7 +196,11 @@ class _Server:
 
         :raises GtpServeError: the engine's fault.
         """
-        await _first_of(client.died.wait(), signals.first.wait())
+        watching = asyncio.create_task(watch_weights(client, self._metrics, self._reporter))
+        try:
+            await _first_of(client.died.wait(), signals.first.wait())
+        finally:
+            watching.cancel()
         if client.died.is_set():
             raise self._fault(client)
         return await self._drain(client, signals)

@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
 from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig, MoeConfig
 from gtp_serve.engine.messages import EngineStats
-from gtp_serve.errors import EngineFault, RequestRejected
+from gtp_serve.errors import EngineFault, GtpServeError, RequestRejected, UnknownUpdate
 from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
 from gtp_serve.loaders.tokenizer_files import tokenizer_at
+from gtp_serve.refit.orders import (
+    AbortUpdate,
+    Begin,
+    Commit,
+    Control,
+    RollBack,
+    UpdateRecord,
+    WeightsStatus,
+)
 from gtp_serve.request import FinishReason, Request, TokenEvent
+from gtp_serve.server.access import AdminGuard
 from gtp_serve.server.app import build_app
 from gtp_serve.server.http_server import build_server
 from gtp_serve.server.metrics import Metrics
@@ -65,6 +76,72 @@ class FakeClient:
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    weights: WeightsStatus = field(default_factory=lambda: WeightsStatus(version="0"))
+    commands: list[Control] = field(default_factory=list)
+    """What was asked about the weights."""
+    refuse: GtpServeError | None = None
+    """The answer to any command."""
+    body: Any = None
+    """The answer to commands that are not about one update."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def control(self, command: Control) -> Any:
+        """An engine that begins and ends updates when the test says so, and answers everything else at once."""
+        self.commands.append(command)
+        await asyncio.sleep(0)
+        if self.refuse is not None:
+            raise self.refuse
+        match command:
+            case Begin(request=request, id=name):
+                kind = type(request.order).__struct_config__.tag
+                record = UpdateRecord(
+                    id=name, version=request.version, base=self.weights.version, state="staging", kind=str(kind)
+                )
+                self.set_weights(update=record)
+            case Commit(id=name) | AbortUpdate(id=name):
+                return msgspec.to_builtins(self.record(name))
+            case RollBack():
+                record = UpdateRecord(id="rollback-1", version="0", base="1", state="verified", kind="rollback")
+                self.set_weights(update=record)
+            case _:
+                return self.body
+        return msgspec.to_builtins(record)
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+    def record(self, name: str) -> UpdateRecord:
+        found = [*filter(None, [self.weights.update]), *self.weights.history]
+        record = next((one for one in found if one.id == name), None)
+        if record is None:
+            raise UnknownUpdate(f"there is no update {name!r}")
+        return record
+
+    def end_update(self, state: Any, **fields: Any) -> UpdateRecord:
+        """The update under way ends."""
+        assert self.weights.update is not None
+        record = msgspec.structs.replace(self.weights.update, state=state, **fields)
+        version = record.version if state == "committed" else self.weights.version
+        torn = record.message if state == "torn" else self.weights.torn
+        self.set_weights(update=None, history=(record, *self.weights.history), version=version, torn=torn)
+        return record
+
+    def set_weights(self, **fields: Any) -> None:
+        self.weights = msgspec.structs.replace(self.weights, **fields)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def wait_weights(self, holds: Callable[[WeightsStatus], bool], seconds: float | None = None) -> WeightsStatus:
+        async with asyncio.timeout(seconds):
+            while not holds(self.weights):
+                if self.state == "dead":
+                    raise EngineFault("the engine process (pid 1) got signal 9 while serving")
+                await self.changed.wait()
+        return self.weights
+
+    async def wait_update(self, update: str, seconds: float | None = None) -> UpdateRecord:
+        status = await self.wait_weights(lambda now: any(one.id == update for one in now.history), seconds)
+        return next(one for one in status.history if one.id == update)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -190,6 +267,7 @@ async def serving(
     ping: float = 15.0,
     moe: MoeConfig | None = None,
     grammars: Grammars | None = None,
+    guard: AdminGuard | None = None,
 ) -> AsyncIterator[FakeServer]:
     """A server on a free port around a fake engine."""
     client = client if client is not None else FakeClient()
@@ -209,7 +287,8 @@ async def serving(
             )
         )
     with contextlib.closing(bind("127.0.0.1", 0)) as listener:
-        server = build_server(build_app(state, Metrics(state), log, ping_seconds=ping))
+        app = build_app(state, Metrics(state), log, guard=guard or AdminGuard(), ping_seconds=ping)
+        server = build_server(app)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.up.wait()
         try:

@@ -613,7 +613,7 @@ def test_a_bug_is_a_500_without_a_word_of_what_it_was() -> None:
 
     async def go() -> None:
         async with serving(Broken()) as server:
-            reply = await server.http.get("/model_info")
+            reply = await server.http.get("/metrics")
             assert reply.status_code == 500
             assert error_of(reply) == {
                 "code": "internal",

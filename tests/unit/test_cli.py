@@ -35,6 +35,7 @@ MISTAKES = [
     ["--ckpt", "run", "--port", "-1"],
     ["--ckpt", "run", "--context", "many"],
     ["--ckpt", "run", "--dtype", "int8"],
+    ["--ckpt", "run", "--attention-backend", "fa3"],
     ["--ckpt", "run", "--device", "tpu"],
     ["--ckpt", "run", "--mem-fraction", "nan"],
     ["--ckpt", "run", "--mem-fraction", "1.5"],
@@ -129,6 +130,8 @@ def test_each_option_arrives_where_it_belongs() -> None:
             "json",
             "-v",
             "--no-prefix-cache",
+            "--attention-backend",
+            "FLASH_ATTN",
         ),
         *("--saved-tp", "2", "--saved-gtp", "4", "--saved-etp", "1", "--saved-egtp", "8"),
     )
@@ -137,6 +140,7 @@ def test_each_option_arrives_where_it_belongs() -> None:
     assert (given.max_running, given.host, given.port, given.drain_timeout) == (3, "0.0.0.0", 0, 1.5)
     assert (given.log, given.verbosity, given.chat_template) == ("json", 1, Path("t.jinja"))
     assert (given.prefix_cache, BASE.prefix_cache) == (False, True)
+    assert (given.attention, BASE.attention) == ("flash-attn", "auto")
     assert (given.saved.tp, given.saved.gtp, given.saved.etp, given.saved.egtp) == (2, 4, 1, 8)
 
 
@@ -205,3 +209,22 @@ def test_commands_are_imported_only_when_chosen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib, "import_module", load)
     assert cli.main(["demo"]) == 17
     assert asked == ["gtp_serve.server.demo"]
+
+
+def test_options_of_weight_updates_arrive_and_the_key_is_shown_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    monkeypatch.delenv("GTP_SERVE_ADMIN_KEY", raising=False)
+    words = ("--refit-memory", "inplace", "--refit-timeout", "9", "--refit-host", "10.0.0.1")
+    given = options("--admin-key-file", str(file), *words)
+    assert (given.admin_key, given.refit_memory, given.refit_timeout) == ("s3cret", "inplace", 9.0)
+    assert given.refit_host == "10.0.0.1"
+    assert "s3cret" not in repr(given)
+    assert (BASE.admin_key, BASE.refit_memory, BASE.refit_timeout) == (None, "auto", 120.0)
+    monkeypatch.setenv("GTP_SERVE_ADMIN_KEY", "from-environment")
+    assert options().admin_key == "from-environment"
+    for wrong in (("--admin-key", "a b"), ("--refit-memory", "both"), ("--refit-timeout", "0")):
+        with pytest.raises(UsageError, match=wrong[0]):
+            options(*wrong)
