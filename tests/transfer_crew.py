@@ -119,14 +119,15 @@ class World:
     def everybody(self) -> list[Participant]:
         return [*self.trainers, *self.engines]
 
-    def begin(self, seed: int, *, pause: float = 0.0) -> None:
+    def begin(self, seed: int, *, pause: float = 0.0, dying: int | None = None) -> None:
+        """:param dying: trainer rank that ends while connections are made."""
         spec = {**self.common, "seed": seed, "update": f"update-{next(self.updates)}"}
         self.engines[0].start(**spec, side="engine", rank=0)
         spec["port"] = self.engines[0].event("port")["port"]
         for rank, engine in enumerate(self.engines[1:], 1):
             engine.start(**spec, side="engine", rank=rank)
         for rank, trainer in enumerate(self.trainers):
-            trainer.start(**spec, side="trainer", rank=rank, pause=pause)
+            trainer.start(**spec, side="trainer", rank=rank, pause=pause, dies=rank == dying)
 
     def push(self, seed: int, *, leaks: bool = True) -> list[dict[str, Any]]:
         """A transfer that must succeed: what the trainers tell of it.

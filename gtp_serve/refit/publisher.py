@@ -49,7 +49,7 @@ class PushReport:
     """``committed``, or ``verified`` for a dry run."""
     transport: str
     sent_bytes: int
-    """By this trainer rank, without padding and without digests."""
+    """By this trainer rank, without padding and without digests; 0 if its connections broke when all was sent."""
     wire_bytes: int
     """By this trainer rank, counted where they were handed to the transport."""
     seconds: float
@@ -223,7 +223,7 @@ class Publisher:
         try:
             sent = send(terms, self._ranks.rank, offered, kept=self._kept)
         except UpdateFailed as error:
-            raise self._give_up(record.id, error) from None
+            return self._report(push, "distributed", self._in_spite_of(error, record.id))
         # Each rank asks by itself: a trainer rank that ends now keeps no other one waiting.
         ended = self._client.wait(record.id, push.deadline)
         return self._report(push, "distributed", ended, sent=sent.payload_bytes, wire=sent.wire_bytes)
@@ -269,17 +269,24 @@ class Publisher:
         fields = {**push.fields, "id": uuid.uuid4().hex, "source": source}
         return self._ranks.from_first(lambda: self._client.begin(fields), UpdateRecord, push.deadline)
 
-    def _give_up(self, update: str, error: UpdateFailed) -> UpdateFailed:
-        """Drop an update whose transfer failed here; the error to raise, with the server's word if it knows more."""
+    def _in_spite_of(self, error: UpdateFailed, update: str) -> UpdateRecord:
+        """Drop an update whose transfer failed here; its record, if it serves all the same: all ranks had everything,
+        and only this one did not hear of it.
+
+        :raises UpdateFailed: the reason, with the server's word if it knows more.
+        """
         if self._ranks.rank == 0:
             self._client.abort(update, error.message, seconds=ABORT_SECONDS)
         try:
-            record = self._client.update(update)
+            record = self._client.wait(update, time.monotonic() + ABORT_SECONDS)
         except (UpdateFailed, UpdateRefused) as unknown:
-            return UpdateFailed(error.message, [*error.details, ("the server", unknown.message)], code=error.code)
+            details = [*error.details, ("the server", unknown.message)]
+            raise UpdateFailed(error.message, details, code=error.code) from None
+        if record.state not in ("aborted", "torn"):
+            return record
         if not record.message or record.message in (error.message, error.message[:200]):
-            return error
-        return UpdateFailed(error.message, [*error.details, ("the server says", record.message)], code=error.code)
+            raise error from None
+        raise UpdateFailed(error.message, [*error.details, ("the server says", record.message)], code=error.code)
 
     def _report(self, push: _Push, transport: str, record: UpdateRecord, *, sent: int = 0, wire: int = 0) -> PushReport:
         raise_failure(record)

@@ -15,6 +15,7 @@ from transfer_crew import Crew
 from transfer_world import MODELS, model_bytes
 
 from gtp_serve.layout.gtp import Grid
+from gtp_serve.refit.transports.session import FORM_SECONDS
 
 pytestmark = pytest.mark.distributed
 
@@ -76,6 +77,21 @@ def test_a_peer_that_ends_or_stops_in_the_middle_is_named_soon_and_all_is_releas
     assert max(end["at"] for end in ends) - killed < 6
     assert [end["leaked"] for end in ends] == [{}] * 3
     crew.world("wide", Grid(gtp=2), 2).push(3)
+
+
+def test_a_peer_that_ends_while_connections_are_made_is_named_and_nothing_of_it_lingers(crew: Crew) -> None:
+    world = crew.world("llama", Grid(gtp=2), 2)
+    world.begin(2, dying=1)
+    dying = world.trainers[1]
+    began = time.time()
+    ends = [one.event("end") for one in world.everybody if one is not dying]
+    crew.bury(dying)
+
+    name = f"trainer rank 1 (pid {dying.process.pid}, host"
+    assert [end["error"].startswith(name) for end in ends] == [True] * 3, ends
+    assert max(end["at"] for end in ends) - began < FORM_SECONDS + 5
+    assert [end["leaked"] for end in ends] == [{}] * 3
+    crew.world("llama", Grid(gtp=2), 2).push(3)
 
 
 AGREE = """

@@ -327,3 +327,15 @@ def test_a_plan_for_many_shards_takes_seconds_at_most() -> None:
 def trainer_ranks_without_values(config: Any) -> list[list[Pair]]:
     zeros = {name: torch.zeros(()).expand(shape) for name, shape in logical_tensors(config).items()}
     return trainer_ranks(config, Grid(gtp=8), zeros)
+
+
+def test_nothing_of_a_participant_lingers_that_comes_when_the_store_is_gone() -> None:
+    store, port = open_store("127.0.0.1", time.monotonic() + 10)
+    del store
+    terms = Terms(
+        host="127.0.0.1", port=port, update="u", trainers=1, engines=1, backend="gloo", bucket_bytes=1 << 20,
+        silent_seconds=0.5, deadline=time.monotonic() + 30,
+    )  # fmt: skip
+    with pytest.raises(UpdateFailed, match="engine rank 0"):
+        send(terms, 0, TensorOffer([]))
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("refit-")] == []

@@ -20,7 +20,7 @@ from gtp_serve.refit.transports.buckets import KeptExchange
 from gtp_serve.refit.transports.liveness import Member, Verdict
 from gtp_serve.refit.transports.pulse import Pulse
 from gtp_serve.refit.transports.session import FORM_SECONDS, PeerLost, Session, Stopped
-from gtp_serve.refit.transports.stores import Terms, cut_connections, open_store
+from gtp_serve.refit.transports.stores import CONNECT_SECONDS, Terms, cut_connections, open_store
 
 __all__ = ["Terms", "open_store", "take_part"]
 
@@ -167,7 +167,7 @@ def _break_off(work: _Work[T], pulse: Pulse, session: Session, verdict: Verdict)
     _linger(session, pulse)
     if not pulse.close(LINGER_SECONDS) or work.is_alive():
         cut_connections(session.terms.port)
-        pulse.close(LINGER_SECONDS)
+        pulse.close(2 * CONNECT_SECONDS + LINGER_SECONDS)  # torch may try twice to reach a store that is gone
         work.join(FORM_SECONDS + LINGER_SECONDS)
     work.error = None
 
@@ -190,6 +190,14 @@ def _linger(session: Session, pulse: Pulse) -> None:
             time.sleep(TICK_SECONDS)
 
 
+def _await_verdict(pulse: Pulse, terms: Terms) -> None:
+    """The error names nobody, as when connections could not be made: whoever is to blame falls silent, or tells."""
+    until = time.monotonic() + terms.silent_seconds + 1
+    while pulse.verdict is None and not pulse.lost and time.monotonic() < until:
+        pulse.fresh_round(0.5)
+        time.sleep(TICK_SECONDS)
+
+
 def _reason(work: _Work[T], pulse: Pulse, session: Session) -> Verdict:
     """Why the work failed, where it may be a consequence of somebody else's end."""
     error = work.error
@@ -197,6 +205,8 @@ def _reason(work: _Work[T], pulse: Pulse, session: Session) -> Verdict:
         return Verdict(error.code, error.message, error.details)
     # A peer that fails says so before it closes its connections; one that was killed says nothing.
     pulse.fresh_round(session.terms.silent_seconds + 1)
+    if not isinstance(error, PeerLost | Stopped):
+        _await_verdict(pulse, session.terms)
     if pulse.verdict is not None:
         return pulse.verdict
     trouble = _store_trouble(pulse, session.terms, time.monotonic() - pulse.last_round > session.terms.silent_seconds)

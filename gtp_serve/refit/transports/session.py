@@ -25,12 +25,14 @@ from gtp_serve.layout.spans import Shape, Shard
 from gtp_serve.refit.transports.buckets import Exchange, KeptExchange, check_digests, plan_exchange
 from gtp_serve.refit.transports.liveness import Member
 from gtp_serve.refit.transports.pulse import Pulse
-from gtp_serve.refit.transports.stores import Terms, connect, local_address
+from gtp_serve.refit.transports.stores import MeetingStore, Terms, connect, local_address
 
 IN_FLIGHT = 2
 """Buckets of a participant under way at once, which is also how many buffers it has."""
 FORM_SECONDS = 10.0
 """For the connections between all pairs, once everybody is there."""
+_GLOO_ATTEMPTS = 5
+"""Gloo tries so often to connect to a participant, each time for as long as it is told to, and cannot be stopped."""
 _CUT_TAG = 1 << 30
 _DIST: Any = torch.distributed  # its stubs leave out the groups' options and operations
 
@@ -166,11 +168,12 @@ class Session:
     def form_group(self) -> None:
         """Connect to all others."""
         store = _DIST.PrefixStore("group", self._store)
-        timeout = timedelta(seconds=FORM_SECONDS)
         if self.terms.backend == "nccl":
+            timeout = timedelta(seconds=FORM_SECONDS)
             self._group = _nccl(store, self.place, self.terms, timeout, self._device)
         else:
-            self._group = _gloo(store, self.place, self.terms, timeout)
+            timeout = timedelta(seconds=FORM_SECONDS / _GLOO_ATTEMPTS)
+            self._group = _gloo(MeetingStore(store, self.check, FORM_SECONDS), self.place, self.terms, timeout)
         self.check()
 
     def send(self, buffer: Buffer, place: int, number: int) -> Transfer:

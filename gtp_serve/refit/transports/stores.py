@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from gtp_serve.errors import UpdateFailed
 CONNECT_SECONDS = 5.0
 """The store is open before anybody is told where it is."""
 _DIST: Any = torch.distributed
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,50 @@ def connect(terms: Terms) -> Any:
         timeout=timedelta(seconds=CONNECT_SECONDS),
     )
     return _DIST.PrefixStore(terms.update, store)
+
+
+class MeetingStore(_DIST.Store):  # type: ignore[misc]  # its stubs leave it out
+    """A store for gloo to exchange addresses over, whose waits can be ended.
+
+    :param store: whose keys it has.
+    :param keep_on: asked often while a key is waited for; raises to end that.
+    :param seconds: for one key, whatever the caller's own patience is.
+    """
+
+    def __init__(self, store: Any, keep_on: Callable[[], None], seconds: float) -> None:
+        super().__init__()
+        self._store, self._keep_on, self._seconds = store, keep_on, seconds
+
+    def set(self, key: str, value: Any) -> None:
+        """Put."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What was put."""
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all have been put."""
+        return bool(self._store.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all have been put."""
+        deadline = time.monotonic() + self._seconds
+        while not self.check(keys):
+            self._keep_on()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"a participant told no address within {self._seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+    def has_extended_api(self) -> bool:
+        """No: the four above are all that gloo needs."""
+        return False
 
 
 def local_address(host: str, port: int) -> str:
