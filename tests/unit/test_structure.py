@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
+import tarfile
 import tomllib
 import zipfile
 from collections import Counter
@@ -54,17 +55,19 @@ DECIDING = (
     "gtp_serve.request",
     "gtp_serve.sizes",
     "gtp_serve.text",
+    "gtp_serve.training.ownership",
 )
 #: Modules among those that do: the demo's writers and the engine process's composition root.
 NEEDS_TORCH = {
+    "gtp_serve.loaders.convert",
     "gtp_serve.loaders.megatron_writer",
     "gtp_serve.loaders.smollm",
     "gtp_serve.server.engine_process",
 }
 
-#: Libraries that run code out of data.  The writer may dump what torch will read; nothing may load.
+#: Libraries that run code out of data.  The writers may dump what torch will read; nothing may load.
 CODE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-MAY_DUMP_PICKLES = {"loaders/megatron_writer.py"}
+MAY_DUMP_PICKLES = {"gtp_serve/training/checkpoint_files.py", "loaders/megatron_writer.py"}
 RUNS_DATA = re.compile(
     r": (eval|exec|compile|__import__|(torch|pickle|marshal|shelve)\.(load|loads|open)|.*Unpickler)$"
 )
@@ -86,6 +89,14 @@ try:
 except SystemExit as stop:
     status = stop.code
 print("TORCH" if "torch" in sys.modules else "LIGHT", status or 0)
+"""
+
+
+SDIST = """
+import os, sys
+from setuptools import build_meta
+os.chdir(sys.argv[1])
+build_meta.build_sdist(sys.argv[2])
 """
 
 
@@ -135,11 +146,23 @@ def test_wheel_holds_server_and_loaders_inside_the_package_only(tmp_path: Path) 
         "gtp_serve",
         f"gtp_serve-{gtp_serve.__version__}.dist-info",
     }
-    expected = {str(path.relative_to(ROOT)) for path in [*walk(PACKAGE, ".py"), PACKAGE / "py.typed"]}
-    assert expected <= set(entries)
+    assert {str(path.relative_to(ROOT)) for path in packaged()} <= set(entries)
 
 
-def test_only_the_checkpoint_writer_imports_pickle() -> None:
+def test_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
+    source = copy_of_the_source(tmp_path / "source")
+
+    run_python("-W", "ignore", "-c", SDIST, str(source), str(tmp_path))
+
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    missing = [path for path in packaged() if not (unpacked / path.relative_to(ROOT)).is_file()]
+    assert missing == []
+
+
+def test_only_the_checkpoint_writers_import_pickle() -> None:
     users = {str(path.relative_to(ROOT)) for path in sources() if imported_names(path) & CODE_LOADERS}
 
     assert users <= MAY_DUMP_PICKLES
@@ -164,7 +187,7 @@ def test_lock_pins_every_dependency_and_names_no_host() -> None:
     project = pyproject()["project"]
     wanted = [
         *project["dependencies"],
-        *(line for extra in ("dev", "hf", "demo") for line in project["optional-dependencies"][extra]),
+        *(line for extra in ("dev", "hf", "demo", "te") for line in project["optional-dependencies"][extra]),
     ]
 
     names = {normal(re.split(r"[\[<>=!~]", line)[0]) for line in wanted} - {"gtp-serve"}
@@ -183,6 +206,11 @@ def test_readme_is_short_and_names_the_command_that_ci_runs() -> None:
     assert len(readme.splitlines()) <= 150
     assert re.search(r"^ +make test\b", readme, re.MULTILINE)
     assert re.search(r"^make test\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def packaged() -> list[Path]:
+    """Files that an installation needs: code, the page, the mark of types."""
+    return [*walk(PACKAGE, ".py"), *walk(PACKAGE, ".html"), PACKAGE / "py.typed"]
 
 
 def pyproject() -> dict[str, Any]:
@@ -237,9 +265,11 @@ def called_names(path: Path) -> set[str]:
 
 
 def timed_help() -> float:
-    begin = time.perf_counter()
+    """Of the processor: on a busy machine the clock on the wall tells of other programs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_python("-c", HELP_PROBE)
-    return time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def run_python(*arguments: str) -> str:

@@ -1,0 +1,1 @@
+"""Training-side GTP layers: sharded weights, their gathers and gradients, optimizers, checkpoints, publishing."""
