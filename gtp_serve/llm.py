@@ -26,6 +26,7 @@ from gtp_serve.engine.caller import Caller
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.messages import EngineStats
 from gtp_serve.errors import EngineFault, NoTokenizer, QueueFull, RequestRejected, UpdateFailed, UsageError
+from gtp_serve.loaders.chat_prompt import encode_chat
 from gtp_serve.loaders.tokenizer import Tokenizer
 from gtp_serve.progress import Bar
 from gtp_serve.refit.orders import (
@@ -306,7 +307,9 @@ class LLM:
 
     def _render(self, messages: Messages, variables: Mapping[str, Any]) -> tuple[int, ...]:
         tokenizer = self._require_tokenizer("a conversation")
-        return tuple(tokenizer.encode(tokenizer.render_chat(messages, **variables), add_special_tokens=False))
+        others = {name: value for name, value in variables.items() if name != "add_generation_prompt"}
+        prompt = bool(variables.get("add_generation_prompt", True))
+        return tuple(encode_chat(tokenizer, messages, add_generation_prompt=prompt, variables=others))
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -93,6 +93,7 @@ class Tokenizer:
         self._clean_up = files.clean_up_spaces and not isinstance(backend.model, tokenizers.models.BPE)
         self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special_texts = tuple(token.content for token in added.values() if token.special)
         self._bos_id = self._id_of(files.special_tokens.get("bos_token"), files.bos_token_id)
         self._eos_ids = self._end_tokens(files)
 
@@ -119,6 +120,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` leaves out."""
         return self._special_ids
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the tokens of `special_ids` are spelled."""
+        return self._special_texts
 
     @property
     def has_chat_template(self) -> bool:

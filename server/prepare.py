@@ -19,7 +19,7 @@ from gtp_serve.text import TextTokenizer, special_stops
 
 _LONG_TEXT = 2048
 """Characters of a call from which tokenising leaves the event loop."""
-_CHARS_PER_TOKEN = 256
+CHARS_PER_TOKEN = 256
 """No token stands for more characters, so a longer text cannot fit the context and is not tokenised at
 all.
 """
@@ -70,7 +70,8 @@ async def _check_grammars(prompts: Sequence[Prompt], serving: Serving) -> dict[G
         return {}
     _require_tokenizer(serving, "a grammar")
     if serving.grammars is None:
-        raise RequestRejected("this server takes no grammars", code="not-supported")
+        field = _FIELDS[next(iter(given)).kind]
+        raise RequestRejected("this server takes no grammars", code="not-supported", param=f"sampling_params.{field}")
     plain: dict[Grammar, Grammar] = {}
     for grammar in given:
         try:
@@ -108,7 +109,7 @@ def _encode(prompt: Prompt, serving: Serving) -> tuple[int, ...]:
         return prompt.input_ids
     tokenizer = _require_tokenizer(serving, "text")
     text = prompt.text or ""
-    if len(text) > context * _CHARS_PER_TOKEN:
+    if len(text) > context * CHARS_PER_TOKEN:
         raise PromptTooLong(
             f"a text of {len(text)} characters cannot fit the context of {context} tokens", param="text"
         )

@@ -66,10 +66,10 @@ class Reply:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.ids: list[int] = []
-        self._input_ids = input_ids
+        self.input_ids = input_ids
         self._prompt_ids = list(input_ids) if with_prompt_ids else None
         self._options = prompt.logprobs or LogprobOptions()
-        self._top: list[list[Triple]] = []
+        self.top: list[list[Triple]] = []
         self._listed: list[list[Triple]] = []
         self._routed_start = routed_start
         self._routed = bytearray()
@@ -85,9 +85,9 @@ class Reply:
         self._hidden_stops = hidden_stops
         self._text_in_logprobs = text_in_logprobs and tokenizer is not None
         self._token_texts: dict[int, str] = {}
-        self._inputs = self._input_body(TokenEvent(rid=prompt.rid))
+        self.inputs = self._input_body(TokenEvent(rid=prompt.rid))
         """``input_*`` of meta_info; complete when the first event has come."""
-        self._triples: list[Triple] = []
+        self.triples: list[Triple] = []
         self._versions: list[tuple[str, int]] = []
         """(version, index of its first token)."""
         self._weight_version = weight_version
@@ -104,7 +104,7 @@ class Reply:
         self.cached_tokens = event.cached_tokens or self.cached_tokens
         self._routed += event.routed_experts
         if event.prompt_logprobs:
-            self._inputs = self._input_body(event)
+            self.inputs = self._input_body(event)
         last = len(event.token_ids) - 1
         for index, token in enumerate(event.token_ids):
             logprob = event.logprobs[index] if index < len(event.logprobs) else None
@@ -123,11 +123,11 @@ class Reply:
             self._versions.append((version, len(self.ids)))
         self.ids.append(token)
         if self.prompt.return_logprob:
-            self._triples.append((_finite(logprob), token, self._token_text(token)))
+            self.triples.append((_finite(logprob), token, self._token_text(token)))
 
     def _count_more(self, index: int, event: TokenEvent) -> None:
         if self._options.top_n:
-            self._top.append(self._top_triples(event.top_logprobs[index] if event.top_logprobs else ()))
+            self.top.append(self._top_triples(event.top_logprobs[index] if event.top_logprobs else ()))
         if self._options.token_ids:
             self._listed.append(self._listed_triples(event.listed_logprobs[index]))
 
@@ -144,7 +144,7 @@ class Reply:
         if start is None:
             return {"input_token_logprobs": []} if self.prompt.return_logprob else {}
         values = [None, *map(_finite, event.prompt_logprobs)]
-        tokens = self._input_ids[start:]
+        tokens = self.input_ids[start:]
         body: dict[str, Any] = {
             "input_token_logprobs": [
                 (value, token, self._token_text(token)) for value, token in zip(values, tokens, strict=False)
@@ -188,10 +188,14 @@ class Reply:
 
     def news(self, *, seconds: float | None = None) -> dict[str, Any]:
         """What is new since the last ``whole`` or ``news``; ``meta_info``'s counts are of the whole reply."""
-        text, ids = "".join(self._text.pieces[self._sent_pieces :]), self.ids[self._sent_ids :]
-        since = self._sent_ids
+        text, since = self.take()
+        return self._body(text, self.ids[since:], since, seconds)
+
+    def take(self) -> tuple[str, int]:
+        """(text that is new since the last look, index of the first new token)."""
+        text, since = "".join(self._text.pieces[self._sent_pieces :]), self._sent_ids
         self._sent_pieces, self._sent_ids = len(self._text.pieces), len(self.ids)
-        return self._body(text, ids, since, seconds)
+        return text, since
 
     def _body(self, text: str, ids: list[int], since: int, seconds: float | None) -> dict[str, Any]:
         body: dict[str, Any] = {"text": text, "output_ids": ids}
@@ -206,9 +210,10 @@ class Reply:
             "finish_reason": self._finish_body(),
             "prompt_tokens": self.num_prompt,
             "completion_tokens": len(self.ids),
+            "reasoning_tokens": 0,
             "cached_tokens": self.cached_tokens,
             "weight_version": self._versions[-1][0] if self._versions else self._weight_version,
-            "weight_versions": self._spans(),
+            "weight_versions": self.spans(),
         }
         if self.finish is not None and seconds is not None:
             meta["e2e_latency"] = seconds
@@ -219,11 +224,11 @@ class Reply:
         return meta
 
     def _logprobs_body(self, since: int) -> dict[str, Any]:
-        body = {} if since else dict(self._inputs)
-        body["output_token_logprobs"] = self._triples[since:]
-        body["output_token_logprobs_length"] = len(self._triples)
+        body = {} if since else dict(self.inputs)
+        body["output_token_logprobs"] = self.triples[since:]
+        body["output_token_logprobs_length"] = len(self.triples)
         if self._options.top_n:
-            body["output_top_logprobs"] = self._top[since:]
+            body["output_top_logprobs"] = self.top[since:]
         if self._options.token_ids:
             body["output_token_ids_logprobs"] = self._listed[since:]
         return body
@@ -233,7 +238,7 @@ class Reply:
         row = len(self._routed) // tokens
         return base64.b64encode(self._routed[start * row :]).decode()
 
-    def _spans(self) -> list[dict[str, Any]]:
+    def spans(self) -> list[dict[str, Any]]:
         """Which version made which tokens: half-open ranges that tile the reply."""
         ends = [start for _, start in self._versions[1:]] + [len(self.ids)]
         return [

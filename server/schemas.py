@@ -145,6 +145,8 @@ AT_DEFAULT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "images_config": ((), _NO_MEDIA),
     "watermark": ((), _NOT_YET),
     "modalities": (([],), _NO_MEDIA),
+    "mm_processor_kwargs": (({},), _NO_MEDIA),
+    "mm_data": ((), _NO_MEDIA),
     "input_embeds": ((), _NOT_YET),
     "image_data": ((), _NO_MEDIA),
     "video_data": ((), _NO_MEDIA),
@@ -159,7 +161,7 @@ SAMPLING_AT_DEFAULT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "stop_regex": (([],), _NOT_YET),
     "beam_width": ((1,), _NOT_YET),
     "structural_tag": ((), _NOT_YET),
-    "spaces_between_special_tokens": ((True,), _NOT_YET),
+    "spaces_between_special_tokens": ((True, False), "true or false; no tokenizer that is served heeds it"),
     "stream_interval": ((1,), _NOT_YET),
     "custom_params": (({},), _NOT_YET),
     "watermark": ((), _NOT_YET),
@@ -224,9 +226,17 @@ def check_names(
 
     :param prefix: of the field's path, for example ``sampling_params.``.
     """
-    for name, value in given.items():
+    for name in given:
         if name not in known:
             raise _unknown_field(name, prefix)
+    check_at_default(given, prefix, at_default)
+
+
+def check_at_default(
+    given: Mapping[str, Any], prefix: str, at_default: Mapping[str, tuple[tuple[object, ...], str]]
+) -> None:
+    """Refuse a field that this version can only take at its default and that has another value."""
+    for name, value in given.items():
         if name in at_default and value is not None:
             values, reason = at_default[name]
             if not any((type(value) is not bool and value == one) or value is one for one in values):

@@ -1,0 +1,1 @@
+"""OpenAI's routes, with the further fields that vLLM's clients send."""
