@@ -50,29 +50,57 @@ class Checkpoint:
 
         :raises CheckpointCorrupt: when stored bytes are not what the metadata says.
         """
+        reader = TensorReader(self)
+        for name in logical_tensors(self.config):
+            yield name, reader.read(name)
+
+    def dtypes(self) -> dict[str, str]:
+        """Element type of each logical tensor as ``tensors`` gives it; reads nothing."""
+        reader = TensorReader(self)
+        return {name: reader.dtype(name) for name in logical_tensors(self.config)}
+
+    def close(self) -> None:
+        """Let go of the files.  Tensors handed out before stay valid."""
+        self.source.close()
+
+
+class TensorReader:
+    """Reads logical tensors of an open checkpoint in any order, whole or in part."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._source = checkpoint.source
+        self._shapes = logical_tensors(checkpoint.config)
+        self._pieces = _by_name(self._source.shards())
+        self._parts: dict[str, _Part] = {}
+
+    def dtype(self, name: str) -> str:
+        """The element type in which a tensor is stored."""
+        return self._part(name).dtype
+
+    def read(self, name: str, box: Box | None = None, dtype: str | None = None) -> Tensor:
+        """A tensor on the CPU, or the part of it in ``box``; read again each time.
+
+        :param dtype: to convert to; None keeps the stored one.
+        :raises CheckpointCorrupt: when stored bytes are not what the metadata says.
+        """
         # The one late import: everything else of the loaders, and all of inspect, must run without torch.
         import torch
 
         from gtp_serve.refit.apply import Target, apply_plan
 
-        pieces = _by_name(self.source.shards())
-        part = _DirectPart if isinstance(self.source, DirectSource) else _Part
-        for name, shape in logical_tensors(self.config).items():
-            have = part(name, self.source, pieces[name])
-            box = Box.whole(shape)
-            want = Shard(name, shape, have.dtype, (Span(name, box, box),))
-            tensor = torch.empty(shape, dtype=getattr(torch, want.dtype))
-            apply_plan(build_plan(have.shards(), [want], {name: shape}), have, [Target(want, tensor)], threads=1)
-            yield name, tensor
+        part = self._part(name)
+        box = box or Box.whole(self._shapes[name])
+        want = Shard(name, box.shape, dtype or part.dtype, (Span(name, Box.whole(box.shape), box),))
+        tensor = torch.empty(box.shape, dtype=getattr(torch, want.dtype))
+        plan = build_plan(part.shards(), [want], {name: self._shapes[name]})
+        apply_plan(plan, part, [Target(want, tensor)], threads=1)
+        return tensor
 
-    def dtypes(self) -> dict[str, str]:
-        """Element type of each logical tensor as ``tensors`` gives it; reads nothing."""
-        pieces = _by_name(self.source.shards())
-        return {name: _Part(name, self.source, pieces[name]).dtype for name in logical_tensors(self.config)}
-
-    def close(self) -> None:
-        """Let go of the files.  Tensors handed out before stay valid."""
-        self.source.close()
+    def _part(self, name: str) -> _Part:
+        if name not in self._parts:
+            kind = _DirectPart if isinstance(self._source, DirectSource) else _Part
+            self._parts[name] = kind(name, self._source, self._pieces[name])
+        return self._parts[name]
 
 
 class _Part:

@@ -37,7 +37,7 @@ _DEFAULTS = {
     "mixtral": _Defaults(norm_eps=1e-5, theta=1e6, max_context=131072, kv_heads=8),
     "qwen3_moe": _Defaults(kv_heads=4),
 }
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -140,8 +140,8 @@ def _family(fields: _Fields) -> str:
     family, names = fields.values.get("model_type"), fields.values.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else None
     if family is None and isinstance(architecture, str):
-        family = _ARCHITECTURES.get(architecture)
-    if family not in FAMILIES or (architecture is not None and _ARCHITECTURES.get(str(architecture)) != family):
+        family = ARCHITECTURES.get(architecture)
+    if family not in FAMILIES or (architecture is not None and ARCHITECTURES.get(str(architecture)) != family):
         raise UnsupportedModel(
             f"{fields.file}: the model is of the kind {shown(family or architecture)}"
             + (f" ({shown(architecture)})" if family and architecture else ""),

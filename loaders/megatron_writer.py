@@ -13,8 +13,9 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +40,25 @@ from gtp_serve.layout.spans import Box, Shard
 _COMMON_KEY = "common_state/shard_0_1"
 
 
+class WholeTensor(Protocol):
+    """A logical tensor, in memory or read piece by piece when it is sliced."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        """A part of it."""
+
+
 def write_checkpoint(
     root: Path,
     config: ModelConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, WholeTensor],
     grid: Grid,
     *,
     layout: Layout = "padded",
@@ -53,7 +69,7 @@ def write_checkpoint(
 ) -> Path:
     """Write ``root/iter_NNNNNNN`` and the tracker file; an unfinished folder is never left under its final name.
 
-    :param tensors: whole logical tensors by name (``logical_tensors(config)``), read one at a time.
+    :param tensors: whole logical tensors by name (``logical_tensors(config)``); each element is read once.
     :param pad_value: of padding rows; None fills them with numbers that look like weights.
     :param progress: called with the bytes of each chunk as it is written.
     :returns: the iteration's folder.
@@ -78,7 +94,7 @@ def write_checkpoint(
     return folder
 
 
-def _check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(config: ModelConfig, tensors: Mapping[str, WholeTensor]) -> None:
     for name, shape in logical_tensors(config).items():
         if name not in tensors:
             raise LayoutMismatch(f"{name} is missing", [("needed", str(list(shape)))])
@@ -89,7 +105,7 @@ def _check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 def _write_files(
     folder: Path,
     config: ModelConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, WholeTensor],
     grid: Grid,
     plan: list[SavedTensor],
     iteration: int,
@@ -121,7 +137,7 @@ def _write_tensor(
     metadata: Metadata,
     files: _Files,
     saved: SavedTensor,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, WholeTensor],
     pad_value: float | None,
     progress: Callable[[int], None],
 ) -> torch.dtype:
@@ -134,7 +150,7 @@ def _write_tensor(
     return dtype
 
 
-def _fill(shard: Shard, tensors: Mapping[str, Tensor], dtype: torch.dtype, pad_value: float | None) -> Tensor:
+def _fill(shard: Shard, tensors: Mapping[str, WholeTensor], dtype: torch.dtype, pad_value: float | None) -> Tensor:
     """The shard's elements: padding first, then what its spans cover."""
     if pad_value is None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{shard.key}{shard.shape}".encode()))
@@ -162,11 +178,10 @@ class _Files:
         name = f"__{rank}_0.distcp"
         if rank not in self._open:
             self._open[rank] = (self._folder / name).open("wb")
-        item = io.BytesIO()
-        torch.save(value, item)
-        offset = self._open[rank].tell()
-        self._open[rank].write(item.getbuffer())
-        return _StorageInfo(relative_path=name, offset=offset, length=len(item.getbuffer()))
+        file = self._open[rank]
+        offset = file.tell()
+        torch.save(value, file)
+        return _StorageInfo(relative_path=name, offset=offset, length=file.tell() - offset)
 
     def close(self) -> None:
         """Flush and close every file."""
