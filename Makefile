@@ -11,7 +11,7 @@ RESULTS := .test-results
 SOURCES := tests scripts .ci $(wildcard benchmarks/*.py examples/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-gpu check fix golden bench clean
+.PHONY: help venv serve test test-gpu check fix golden docs bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,10 @@ fix: venv  ## format and repair what ruff can repair
 
 golden: venv  ## rewrite tests/golden's recorded answers; look at the diff before you commit it
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden tests/unit/test_cli.py tests/unit/test_startup.py tests/unit/test_server_parts.py tests/e2e/test_serve_process.py $(TEST_ARGS)
+
+docs: venv  ## the documentation as a site in build/site, with every warning an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
+	$(BIN)/python -m mkdocs build --strict
 
 bench: venv  ## run each benchmark
 	@set -e; ls benchmarks/*.py >/dev/null 2>&1 || { echo "benchmarks/ holds no benchmark"; exit 0; }; \

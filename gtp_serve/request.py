@@ -113,6 +113,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; constant over a sequence."""
+    queue_seconds: float = 0.0
+    """From its arrival in the engine to its first admission; on the first event, 0 on later ones."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """For each token, when ``top_n`` was asked for."""
     listed_logprobs: tuple[tuple[float, ...], ...] = ()

@@ -62,9 +62,10 @@ class AdminGuard:
         """Whether a key is asked for."""
         return self._digest is not None
 
-    def check(self, request: HTTPConnection) -> None:
+    def check(self, request: HTTPConnection, *, own_page: bool = False) -> None:
         """Refuse whoever may not change what is served.
 
+        :param own_page: the server's own page may ask too, also without a key: for routes that only read.
         :raises KeyMissing: 401, when a key is set and the request has none or another.
         :raises NotFromHere: 403, when none is set and the client is elsewhere, or hidden by a proxy or a browser.
         """
@@ -80,7 +81,8 @@ class AdminGuard:
                 "without an admin key this route answers only clients on the server's own machine",
                 [("try", f"start the server with --admin-key-file FILE or {KEY_VARIABLE} set, and send the key")],
             )
-        if names & _BROWSER or not _is_plain_host(request.headers.get("host", "")):
+        foreign = names & _BROWSER and not (own_page and _is_own_page(request))
+        if foreign or not _is_plain_host(request.headers.get("host", "")):
             raise NotFromHere(
                 "without an admin key this route answers no web pages and no foreign host names",
                 [("try", "a program other than a browser, and 127.0.0.1 or localhost as the host")],
@@ -95,6 +97,11 @@ class AdminGuard:
                 "the admin key is missing" if not given else "the admin key is wrong",
                 [("send", "authorization: Bearer KEY")],
             )
+
+
+def _is_own_page(request: HTTPConnection) -> bool:
+    """By what a browser alone can write; a page of another origin is told as such, and its name is no plain host."""
+    return request.headers.getlist("sec-fetch-site") == ["same-origin"] and "origin" not in request.headers
 
 
 def _digest(key: bytes) -> bytes:

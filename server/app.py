@@ -14,14 +14,22 @@ from starlette.routing import Route
 from gtp_serve import __version__
 from gtp_serve.errors import GtpServeError, WeightsTorn
 from gtp_serve.server.access import AdminGuard
+from gtp_serve.server.answer import PING_SECONDS, Generating
 from gtp_serve.server.compat.base import Front
 from gtp_serve.server.compat.session import FedSession
 from gtp_serve.server.compat.sglang import SglangRoutes
 from gtp_serve.server.compat.vllm import VllmRoutes
-from gtp_serve.server.generate import PING_SECONDS, Generate
+from gtp_serve.server.generate import GenerateApi
 from gtp_serve.server.http_errors import JsonResponse, error_response, plain_error
+from gtp_serve.server.info import InfoRoutes
 from gtp_serve.server.metrics import CONTENT_TYPE, Metrics
+from gtp_serve.server.openai.chat import ChatApi
+from gtp_serve.server.openai.completions import CompletionsApi
+from gtp_serve.server.openai.models import ModelRoutes
+from gtp_serve.server.openai.tokenize import TokenizeRoutes
+from gtp_serve.server.openapi import OpenApiRoute
 from gtp_serve.server.options import DEADLINE_SECONDS
+from gtp_serve.server.page.routes import PageRoutes
 from gtp_serve.server.state import ServerState
 from gtp_serve.server.weights import WeightRoutes
 
@@ -36,26 +44,37 @@ def build_app(
     guard: AdminGuard,
     refit_seconds: float = DEADLINE_SECONDS,
     ping_seconds: float = PING_SECONDS,
+    pages: bool = True,
 ) -> Starlette:
     """The application over a state that others move from starting to ready to stopping.
 
     :param guard: of every route that changes or tells about weights.
     :param refit_seconds: for an update whose request says nothing else.
+    :param pages: whether ``/`` and ``/docs`` are there.
     """
     status = _Status(state, metrics)
-    generate = Generate(state, metrics, log, ping=ping_seconds)
+    generate, completions, chat = (
+        Generating(api, state, metrics, log, ping=ping_seconds) for api in (GenerateApi(), CompletionsApi(), ChatApi())
+    )
     front = Front(state, guard, FedSession())
     app = Starlette(
         routes=[
             Route("/generate", generate, methods=["POST", "PUT"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            *ModelRoutes(state).routes(),
+            *TokenizeRoutes(state).routes(),
+            *InfoRoutes(state, metrics).routes(),
             Route("/ready", status.ready),
             Route("/health", status.health),
             Route("/model_info", status.model_info),
             Route("/get_model_info", status.model_info),
             Route("/metrics", status.metrics),
+            *PageRoutes(state, metrics, pages=pages).routes(),
             *WeightRoutes(state, guard, seconds=refit_seconds).routes(),
             *SglangRoutes(front).routes(),
             *VllmRoutes(front).routes(),
+            OpenApiRoute().route(),
         ],
         exception_handlers={
             HTTPException: _http_exception,

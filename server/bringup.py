@@ -11,8 +11,9 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -33,6 +34,7 @@ from gtp_serve.server.grammar_check import GrammarChecker, checker_argv
 from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv, saved_overrides
 from gtp_serve.server.metrics import Metrics
 from gtp_serve.server.options import ServeOptions
+from gtp_serve.server.page.picture import describe_checkpoint
 from gtp_serve.server.startup import ReadyNote, Reporter
 from gtp_serve.server.state import ServerState, Serving
 from gtp_serve.sizes import GIB, format_gib
@@ -49,6 +51,8 @@ class Found:
     facts: Facts
     files: TokenizerFiles | None
     path: Path
+    described: dict[str, Any]
+    """For ``GET /checkpoint``."""
 
 
 class Bringup:
@@ -98,6 +102,8 @@ class Bringup:
         self._reporter.fact("tokenizer", [_tokenizer_line(options, found, self._tokenizer)])
         model = model_with_tokenizer(found.model, self._tokenizer)
         budget = plan_memory(model, logical_tensors(model), options, hardware)
+        if options.max_waiting is not None:
+            budget = replace(budget, engine=replace(budget.engine, max_waiting=options.max_waiting))
         self._reporter.fact("memory", _memory_lines(budget))
         self._reporter.fact("new weights", [_refit_line(options, budget)])
         for warning in found.facts.warnings:
@@ -141,6 +147,7 @@ class Bringup:
                 name=name,
                 grammars=self._grammars(budget.engine.model),
                 facts=facts,
+                checkpoint=found.described,
             )
         )
         self._reporter.ready(
@@ -148,8 +155,11 @@ class Bringup:
                 seconds=seconds,
                 weight_version=budget.engine.weight_version,
                 url=self._url,
-                example=_example(self._url, with_text=self._tokenizer is not None),
+                example=_example(
+                    self._url, with_text=self._tokenizer is not None, with_key=self._options.api_key is not None
+                ),
                 drain_seconds=self._options.drain_timeout,
+                page=self._options.page,
             )
         )
 
@@ -221,6 +231,7 @@ def _look(options: ServeOptions) -> Found:
             facts=checkpoint.facts,
             files=checkpoint.tokenizer,
             path=Path(checkpoint.path),
+            described=describe_checkpoint(checkpoint),
         )
     finally:
         checkpoint.close()
@@ -320,7 +331,8 @@ def _where(engine: EngineConfig) -> str:
     return f"{engine.device}, {engine.tp} ranks" + (" together" if engine.device == "cpu" else ", each")
 
 
-def _example(url: str, *, with_text: bool) -> str:
+def _example(url: str, *, with_text: bool, with_key: bool) -> str:
     prompt = '"text": "2+2="' if with_text else '"input_ids": [1, 2, 3]'
     body = "{" + prompt + ', "sampling_params": {"max_new_tokens": 8}}'
-    return f"curl -s {url}/generate -H 'content-type: application/json' -d {shlex.quote(body)}"
+    key = ' -H "authorization: Bearer $KEY"' if with_key else ""
+    return f"curl -s {url}/generate{key} -H 'content-type: application/json' -d {shlex.quote(body)}"

@@ -7,7 +7,6 @@ weights that were not taken; 128 + signal (130 for Ctrl-C, 143 for SIGTERM) when
 from __future__ import annotations
 
 import os
-import traceback
 from typing import TextIO
 
 from gtp_serve.errors import GtpServeError
@@ -59,6 +58,8 @@ def print_failure(error: BaseException, stream: TextIO, *, verbose: bool = False
     """Print an error for a person and return the exit code; the stack is shown only when ``verbose``."""
     known = as_known_error(error)
     if verbose:
+        import traceback  # late: every command imports this module, and hardly one needs that
+
         stream.write("".join(traceback.format_exception(error)))
     stream.write(format_error(known, colour=wants_colour(stream)) + "\n")
     stream.flush()

@@ -35,6 +35,7 @@ ALIASES: Mapping[str, str] = {
     "--disable-cuda-graph": "--no-graphs",
     "--disable-radix-cache": "--no-prefix-cache",
     "--no-enable-prefix-caching": "--no-prefix-cache",
+    "--enable-prefix-caching": "--prefix-cache",
     "--enable-deterministic-inference": "--deterministic",
     "--max-num-seqs": "--max-running",
     "--max-running-requests": "--max-running",
@@ -42,12 +43,12 @@ ALIASES: Mapping[str, str] = {
     "--server-port": "--port",
     "--shutdown-timeout": "--drain-timeout",
     "--admin-api-key": "--admin-key",
+    "--otlp-traces-endpoint": "--otlp",
 }
 """Option of another server: ours, with the same value."""
 
 SILENT = frozenset(
     {
-        "--enable-prefix-caching",
         "--enable-metrics",
         "--use-checkpoint-args",
         "--disable-log-requests",
@@ -76,7 +77,6 @@ class Foreign:
 
 
 _FROM_CHECKPOINT = "leave it out: the model is described by the checkpoint"
-_PROXY = "not in this version: keep --host 127.0.0.1 and put a proxy in front"
 _NO_LORA = "not supported: merge the adapter into the weights"
 _NO_QUANT = "not supported: weights are served as float32, bfloat16 or float16 (--dtype)"
 _SAVED_ANY = "leave it out: a checkpoint saved at any parallel layout loads at any --tp"
@@ -106,13 +106,11 @@ FOREIGN: Mapping[str, Foreign] = {
     "--enable-lora": Foreign("vLLM's and SGLang's", _NO_LORA),
     "--lora-paths": Foreign("SGLang's", _NO_LORA),
     "--lora-modules": Foreign("vLLM's", _NO_LORA),
-    "--api-key": Foreign("vLLM's and SGLang's", _PROXY),
     "--weight-transfer-config": Foreign("vLLM's", "leave it out: each update says where its weights come from"),
-    "--ssl-keyfile": Foreign("vLLM's and SGLang's", _PROXY),
-    "--ssl-certfile": Foreign("vLLM's and SGLang's", _PROXY),
-    "--allowed-origins": Foreign("vLLM's", _PROXY),
-    "--otlp-traces-endpoint": Foreign("vLLM's and SGLang's", "not in this version"),
-    "--config": Foreign("vLLM's and SGLang's", "not in this version: give the options on the command line"),
+    "--ssl-keyfile": Foreign("vLLM's and SGLang's", 'in the configuration file: tls_key = "FILE"'),
+    "--ssl-certfile": Foreign("vLLM's and SGLang's", 'in the configuration file: tls_cert = "FILE"'),
+    "--allowed-origins": Foreign("vLLM's", 'in the configuration file: cors = ["https://lab.example"]'),
+    "--max-queued-requests": Foreign("SGLang's", "in the configuration file: max_waiting = N"),
     "--seed": Foreign("vLLM's", 'in the request: "sampling_params": {"sampling_seed": 7}'),
     "--random-seed": Foreign("SGLang's", 'in the request: "sampling_params": {"sampling_seed": 7}'),
     "--speculative-algorithm": Foreign("SGLang's", "not in this version"),

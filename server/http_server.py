@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import orjson
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gtp_serve.server.http_errors import plain_error
@@ -76,8 +77,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def build_server(app: Starlette) -> HttpServer:
-    """A server for ``serve(sockets=[...])``; set ``should_exit`` to end it."""
+def build_server(app: ASGIApp, tls: ssl.SSLContext | None = None) -> HttpServer:
+    """A server for ``serve(sockets=[...])``; set ``should_exit`` to end it.
+
+    :param tls: https instead of http.
+    """
     config = uvicorn.Config(
         app,
         http=BoundedHttp,
@@ -90,4 +94,7 @@ def build_server(app: Starlette) -> HttpServer:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
+    if tls is not None:
+        config.load()
+        config.ssl = tls
     return HttpServer(config)

@@ -15,17 +15,17 @@ from typing import Any
 
 from gtp_serve.budget import Budget, plan_memory
 from gtp_serve.config import ModelConfig
-from gtp_serve.errors import CheckpointError, DoesNotFit, EnvironmentFault, GtpServeError, UsageError
+from gtp_serve.errors import CheckpointError, DoesNotFit, EnvironmentFault, GtpServeError
 from gtp_serve.hardware import Hardware, find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.layout.ranks import possible_ranks
-from gtp_serve.loaders import Checkpoint, SavedOverrides, open_checkpoint
+from gtp_serve.loaders import Checkpoint, open_checkpoint
 from gtp_serve.loaders.facts import Facts, SavedGrid
 from gtp_serve.server.failures import one_line
 from gtp_serve.server.options import ServeOptions
+from gtp_serve.server.saved_arguments import SIZES, add_saved_arguments, saved_of
 from gtp_serve.sizes import format_gib
 
-_SIZES = ("tp", "pp", "ep", "etp", "gtp", "egtp")
 _FORMATS = {"megatron": "megatron-torch_dist", "huggingface": "huggingface", "gguf": "gguf"}
 _SHOWN_PADDING = 6
 
@@ -40,28 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron root or iter_* folder, Hugging Face folder, GGUF file",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--iteration", metavar="N", type=int, help="of a Megatron root (newest complete one)")
-    group = parser.add_argument_group("only if the checkpoint does not say how it was saved")
-    for name in _SIZES:
-        group.add_argument(f"--saved-{name}", metavar="N", type=_size, help=f"{name.upper()} size of the trainer")
-    group.add_argument("--saved-config", metavar="FILE", type=Path, help="a config.json that describes the model")
-
-
-def _size(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= 1 << 16:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {1 << 16}")
-    return value
+    add_saved_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and return the exit code: 0, or 3 when the checkpoint cannot be served."""
-    if args.iteration is not None and args.iteration < 0:
-        raise UsageError(f"--iteration {args.iteration} is below 0")
-    saved = SavedOverrides(**{name: getattr(args, f"saved_{name}") for name in _SIZES}, config=args.saved_config)
+    saved = saved_of(args)
     try:
         checkpoint = open_checkpoint(args.path, iteration=args.iteration, saved=saved)
     except CheckpointError as error:
@@ -128,7 +112,7 @@ def failed_report(path: Path, error: CheckpointError) -> dict[str, Any]:
         "path": str(path),
         "format": None,
         "layout": None,
-        "saved": dict.fromkeys(_SIZES),
+        "saved": dict.fromkeys(SIZES),
         "fc1_permuted": None,
         "model": None,
         "padding": [],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from prometheus_client import (
@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gtp_serve.refit.orders import UpdateRecord, WeightsStatus
+from gtp_serve.server.metric_aliases import Aliases
+from gtp_serve.server.options import Flavour
 from gtp_serve.server.state import ServerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,15 +30,19 @@ Outcome = Literal["stop", "length", "abort", "client_gone", "refused", "error"]
 
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_QUEUE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STALL = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _UPDATE = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """Counters that the routes move; the engine's gauges are read when they are asked for."""
+    """Counters that the routes move; the engine's gauges are read when they are asked for.
 
-    def __init__(self, state: ServerState) -> None:
+    :param aliases: other servers under whose names the numbers are told a second time.
+    """
+
+    def __init__(self, state: ServerState, *, aliases: Sequence[Flavour] = ()) -> None:
         registry = CollectorRegistry(auto_describe=True)
         self._registry = registry
         self.prompt_tokens = Counter(
@@ -53,6 +59,12 @@ class Metrics:
         self.itl = Histogram("gtp_serve_itl_seconds", "Between two tokens", buckets=_ITL, registry=registry)
         self.e2e = Histogram(
             "gtp_serve_e2e_seconds", "From the request to its last token", buckets=_E2E, registry=registry
+        )
+        self.queue = Histogram(
+            "gtp_serve_queue_seconds",
+            "From a request's arrival in the engine to its first step",
+            buckets=_QUEUE,
+            registry=registry,
         )
         self.startup = Gauge("gtp_serve_startup_seconds", "Start-up time", ["phase"], registry=registry)
         self._updates = Counter(
@@ -75,6 +87,9 @@ class Metrics:
             "gtp_serve_weight_update_bytes", "Read from sources, and put into parameters", ["side"], registry=registry
         )
         registry.register(_EngineGauges(state))
+        self._aliases = CollectorRegistry()
+        for flavour in aliases:
+            self._aliases.register(Aliases(registry, flavour, lambda: _model_name(state)))
 
     def ended(self, outcome: Outcome, seconds: float | None = None) -> None:
         """One sequence is over; ``seconds`` since its request came, when it was answered."""
@@ -95,7 +110,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._aliases)
 
 
 class _EngineGauges(Collector):
@@ -136,6 +151,10 @@ class _EngineGauges(Collector):
         version = GaugeMetricFamily("gtp_serve_weight_version_info", "Weights that serve", labels=["version", "source"])
         version.add_metric([weights.version or serving.engine.weight_version, _source(weights)], 1)
         yield version
+
+
+def _model_name(state: ServerState) -> str:
+    return "" if state.serving is None else state.serving.name
 
 
 def _source(weights: WeightsStatus) -> str:

@@ -8,6 +8,8 @@ from typing import Literal
 
 from gtp_serve.config import AttentionBackend
 
+Flavour = Literal["vllm", "sglang"]
+
 DEADLINE_SECONDS = 120.0
 """Of a weight update that says nothing else."""
 
@@ -42,6 +44,7 @@ class ServeOptions:
     kv_memory: int | None = None
     """Bytes."""
     max_running: int | None = None
+    max_waiting: int | None = None
     prefix_cache: bool = True
     graphs: bool = True
     attention: AttentionBackend = "auto"
@@ -49,9 +52,22 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     drain_timeout: float = 30.0
+    page: bool = True
+    """Whether ``/`` and ``/docs`` are there."""
     log: Literal["text", "json"] = "text"
     verbosity: int = 0
     """-1 warnings only, 0 normal, 1 debug and stacks."""
+    metrics_aliases: tuple[Flavour, ...] = ()
+    """Other servers under whose names ``/metrics`` tells its numbers a second time."""
+    otlp: str | None = None
+    """Where spans go; None: where OpenTelemetry's variables say, if they say it."""
+    api_key: str | None = field(default=None, repr=False)
+    """None: routes other than those of weights ask for no key."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """Both or neither."""
+    cors: tuple[str, ...] = ()
+    """Web origins whose pages may call the server."""
     admin_key: str | None = field(default=None, repr=False)
     """None: weight routes answer clients on this machine only."""
     refit_memory: Literal["auto", "staged", "inplace"] = "auto"

@@ -9,6 +9,10 @@ import json
 import socket
 import threading
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ssl
 
 _POLL_SECONDS = 0.02
 _CLIENT_SECONDS = 0.25
@@ -21,8 +25,9 @@ class Porch:
     Connections that arrive after ``close`` wait in the socket for the next server.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         self._listener = listener
+        self._tls = tls
         self._started = time.monotonic()
         self._closing = threading.Event()
         listener.settimeout(_POLL_SECONDS)
@@ -49,15 +54,22 @@ class Porch:
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_CLIENT_SECONDS)
         try:
-            head = b""
-            while b"\r\n\r\n" not in head and len(head) < _HEAD_BYTES:
-                chunk = connection.recv(_HEAD_BYTES)
-                if not chunk:
-                    return
-                head += chunk
-            connection.sendall(self._response(with_body=not head.startswith(b"HEAD ")))
+            if self._tls is None:
+                self._talk(connection)
+                return
+            with self._tls.wrap_socket(connection, server_side=True) as secure:
+                self._talk(secure)
         except OSError:
             return  # a client that is slow or gone costs nobody else anything
+
+    def _talk(self, connection: socket.socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head and len(head) < _HEAD_BYTES:
+            chunk = connection.recv(_HEAD_BYTES)
+            if not chunk:
+                return
+            head += chunk
+        connection.sendall(self._response(with_body=not head.startswith(b"HEAD ")))
 
     def _response(self, *, with_body: bool) -> bytes:
         error = {

@@ -75,11 +75,11 @@ def display_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """The address that a client on this machine uses."""
     host, port = listener.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{display_address(local, port)}"
+    return f"http{'s' if tls else ''}://{display_address(local, port)}"
 
 
 def find_user(port: int, *, proc: Path = _PROC) -> str:

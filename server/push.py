@@ -21,7 +21,7 @@ from gtp_serve.errors import EnvironmentFault, GtpServeError, UpdateFailed, Upda
 from gtp_serve.refit.client import WeightsClient, has_ended
 from gtp_serve.refit.orders import InFlight, Memory, UpdateRecord
 from gtp_serve.refit.versions import next_label
-from gtp_serve.server.admin_key import find_admin_key
+from gtp_serve.server.admin_key import API_KEY_VARIABLE, find_admin_key
 from gtp_serve.sizes import format_gib, parse_size
 
 _ITERATION = re.compile(r"iter_0*(\d+)")
@@ -41,7 +41,9 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
 def client_of(args: argparse.Namespace) -> WeightsClient:
     """The client that those arguments ask for."""
     url = args.url if "//" in args.url else f"http://{args.url}"
-    return WeightsClient(url, find_admin_key(args.admin_key, args.admin_key_file, os.environ))
+    key = find_admin_key(args.admin_key, args.admin_key_file, os.environ)
+    # A server without an admin key may still have one for all routes.
+    return WeightsClient(url, key or os.environ.get(API_KEY_VARIABLE) or None)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 import time
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from gtp_serve.errors import GtpServeError
 from gtp_serve.server.failures import print_failure
@@ -14,9 +14,14 @@ from gtp_serve.server.options import ServeOptions
 from gtp_serve.server.porch import Porch
 from gtp_serve.server.ports import bind
 
+if TYPE_CHECKING:
+    import ssl
+
 
 class _Supervise(Protocol):
-    def run(self, options: ServeOptions, listener: object, porch: Porch, started: float) -> int: ...
+    def run(
+        self, options: ServeOptions, listener: object, porch: Porch, tls: ssl.SSLContext | None, started: float
+    ) -> int: ...
 
     def report(self, options: ServeOptions, error: GtpServeError) -> int: ...
 
@@ -25,19 +30,27 @@ def run(options: ServeOptions) -> int:
     """Serve until told to stop; returns the exit code."""
     started = time.monotonic()
     try:
+        tls = _tls(options)
         listener = bind(options.host, options.port)
     except GtpServeError as error:
         if options.log == "text":
             return print_failure(error, sys.stderr)
         return _supervise().report(options, error)
     with contextlib.closing(listener):
-        porch = Porch(listener)
+        porch = Porch(listener, tls)
         try:
             supervise = _supervise()
         except BaseException:
             porch.close()
             raise
-        return supervise.run(options, listener, porch, started)
+        return supervise.run(options, listener, porch, tls, started)
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    """Imported only where it is wanted: most servers are plain http behind a proxy."""
+    if options.tls_cert is None:
+        return None
+    return cast("ssl.SSLContext", importlib.import_module("gtp_serve.server.tls").tls_context(options))
 
 
 def _supervise() -> _Supervise:

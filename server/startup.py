@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from gtp_serve.engine.messages import Phase
@@ -34,6 +36,8 @@ class ReadyNote:
     example: str
     """A command to paste."""
     drain_seconds: float
+    page: bool = True
+    """Whether there is one at ``/``."""
 
 
 class Reporter(Protocol):
@@ -195,7 +199,15 @@ class ReporterHandler(logging.Handler):
         fields = dict(getattr(record, "fields", None) or {})
         if record.exc_info is not None and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            fields |= {"kind": type(error).__name__, "error": str(error)[:500]}
+            # An error that nobody expected may quote what a client sent: its words are for -v only.
+            fields |= {"kind": type(error).__name__, "at": _place(error)}
             if self._stacks:
+                fields["error"] = str(error)[:500]
                 fields["stack"] = logging.Formatter().formatException(record.exc_info)
         self._reporter.line(record.levelname, record.getMessage(), fields)
+
+
+def _place(error: BaseException) -> str | None:
+    """Module and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else None

@@ -12,10 +12,11 @@ from typing import Any, Literal, Protocol
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.messages import EngineStats, Phase
 from gtp_serve.errors import EngineFault, GtpServeError, NotReady, ShuttingDown, WeightsTorn
+from gtp_serve.loaders.chat_prompt import ChatTokenizer
 from gtp_serve.refit.orders import Control, UpdateRecord, WeightsStatus
 from gtp_serve.request import Grammar, Request, TokenEvent
 from gtp_serve.server.http_errors import Conflict
-from gtp_serve.text import TextTokenizer
+from gtp_serve.server.tracing import Tracer
 
 STALLED_SECONDS = 60.0
 """Without a step for so long while there is work, the engine counts as stuck."""
@@ -73,12 +74,14 @@ class Serving:
 
     client: Client
     engine: EngineConfig
-    tokenizer: TextTokenizer | None
+    tokenizer: ChatTokenizer | None
     name: str
     grammars: Grammars | None = None
     """None: no tokenizer, hence no grammars."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Further lines of ``/model_info``."""
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    """``GET /checkpoint``."""
 
 
 class ServerState:
@@ -98,6 +101,8 @@ class ServerState:
         self._idle.set()
         self.stopping = False
         self.fault: GtpServeError | None = None
+        self.tracer: Tracer | None = None
+        """Takes a span for each finished request; None: nobody asked for them."""
 
     @property
     def serving(self) -> Serving | None:

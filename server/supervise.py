@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 import time
 import warnings
 from typing import TYPE_CHECKING
 
 import uvloop
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from gtp_serve.engine.messages import EngineStats, Phase
 from gtp_serve.errors import EngineFault, GtpServeError
 from gtp_serve.server.access import AdminGuard
 from gtp_serve.server.app import build_app
 from gtp_serve.server.failures import EXIT_OK, EXIT_SIGNAL_BASE, as_known_error
+from gtp_serve.server.front_door import front_door
 from gtp_serve.server.http_server import HttpServer, build_server
 from gtp_serve.server.metrics import Metrics
 from gtp_serve.server.options import ServeOptions
@@ -32,6 +35,7 @@ from gtp_serve.server.ports import display_address, url_of
 from gtp_serve.server.startup import Lines, Reporter, ReporterHandler
 from gtp_serve.server.state import ServerState
 from gtp_serve.server.terminal import Terminal
+from gtp_serve.server.tracing import open_tracer
 from gtp_serve.server.weights_watch import watch_weights
 
 if TYPE_CHECKING:
@@ -45,17 +49,20 @@ _FLUSH_SECONDS = 3.0
 _FORCE_SECONDS = 0.5
 
 
-def run(options: ServeOptions, listener: socket.socket, porch: Porch, started: float) -> int:
+def run(
+    options: ServeOptions, listener: socket.socket, porch: Porch, tls: ssl.SSLContext | None, started: float
+) -> int:
     """Serve on a listening socket until told to stop; returns the exit code.
 
     :param porch: answers on the socket so far.
+    :param tls: https instead of http.
     :param started: when the command began, monotonic.
     """
     reporter = _reporter(options)
     log = set_up_logging(reporter, options.verbosity)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(options, reporter, log, listener, porch, started).run())
+            return runner.run(_Server(options, reporter, log, listener, porch, tls, started).run())
     except Exception as error:
         if options.verbosity > 0:
             log.error("stack", exc_info=error)
@@ -123,6 +130,7 @@ class _Server:
         log: logging.Logger,
         listener: socket.socket,
         porch: Porch,
+        tls: ssl.SSLContext | None,
         started: float,
     ) -> None:
         self._options = options
@@ -130,11 +138,12 @@ class _Server:
         self._log = log
         self._listener = listener
         self._porch = porch
+        self._tls = tls
         self._started = started
         self._address = display_address(*listener.getsockname()[:2])
-        self._url = url_of(listener)
+        self._url = url_of(listener, tls=tls is not None)
         self._state = ServerState()
-        self._metrics = Metrics(self._state)
+        self._metrics = Metrics(self._state, aliases=options.metrics_aliases)
 
     async def run(self) -> int:
         """Until a signal or the engine's death.
@@ -143,7 +152,7 @@ class _Server:
         """
         signals = _Signals()
         self._porch.close()
-        http = build_server(self._build_app())
+        http = build_server(self._build_app(), self._tls)
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         ticking = asyncio.create_task(self._tick())
         try:
@@ -153,17 +162,28 @@ class _Server:
             http.should_exit = True
             http.force_exit = signals.second.is_set()
             await asyncio.wait([serving], timeout=_FLUSH_SECONDS)
+            if self._state.tracer is not None and not signals.second.is_set():
+                await asyncio.to_thread(self._state.tracer.close)
 
-    def _build_app(self) -> Starlette:
+    def _build_app(self) -> ASGIApp:
         options = self._options
         guard = AdminGuard(options.admin_key)
-        return build_app(self._state, self._metrics, self._log, guard=guard, refit_seconds=options.refit_timeout)
+        app = build_app(
+            self._state,
+            self._metrics,
+            self._log,
+            guard=guard,
+            refit_seconds=options.refit_timeout,
+            pages=options.page,
+        )
+        return front_door(app, api_key=options.api_key, admin_key=options.admin_key, cors=options.cors)
 
     async def _live(self, signals: _Signals, http: HttpServer) -> int:
         bringup: Bringup | None = None
         try:
             await http.up.wait()
             bringup = await self._load_bringup()
+            self._state.tracer = await asyncio.to_thread(open_tracer, self._options.otlp, os.environ, self._log)
             client = await _unless(signals.first, bringup.run())
         except BaseException as error:
             self._state.fault = as_known_error(error)

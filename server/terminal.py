@@ -68,12 +68,13 @@ class Terminal:
         self._print(f"\nready in {note.seconds:.1f} s      weights version {note.weight_version}")
         for label, path, words in (
             ("generate", "/generate", "      (SGLang-compatible)"),
-            ("model", "/model_info", ""),
-            ("health", "/health", ""),
+            ("openai", "/v1", ""),
+            *([("page", "/", "")] if note.page else []),
             ("metrics", "/metrics", ""),
         ):
             self._print(f"  {label:<10} {note.url}{path}{words}")
         self._print(f"  {'try':<10} {note.example}")
+        self._print(f"  {'measure':<10} gtp-serve bench {note.url}")
         self._print(f"Ctrl-C drains for up to {note.drain_seconds:g} s; press it twice to stop now.")
 
     def line(self, level: str, event: str, fields: Mapping[str, Any]) -> None:

@@ -103,7 +103,8 @@ class WeightRoutes:
 
     async def show(self, request: Request) -> Response:
         """Version, digest, state, history."""
-        status = self._enter(request).client.weights
+        self._guard.check(request, own_page=True)
+        status = self._state.require_serving().client.weights
         body: dict[str, Any] = {"version": status.version, "digest": status.digest, "state": state_word(status)}
         return JsonResponse(body | msgspec.to_builtins(status))
 

@@ -243,6 +243,7 @@ class FakeServer:
     state: ServerState
     client: FakeClient
     log: list[dict[str, Any]]
+    logger: logging.Logger
 
     async def generate(self, **body: Any) -> httpx.Response:
         return await self.http.post("/generate", json=body)
@@ -293,7 +294,7 @@ async def serving(
         await server.up.wait()
         try:
             async with httpx.AsyncClient(base_url=url_of(listener), timeout=10, trust_env=False, verify=False) as http:
-                yield FakeServer(http=http, url=url_of(listener), state=state, client=client, log=lines)
+                yield FakeServer(http=http, url=url_of(listener), state=state, client=client, log=lines, logger=log)
         finally:
             server.should_exit = True
             await asyncio.wait_for(task, 10)

@@ -123,13 +123,14 @@ class Scheduler:
         check_request(request, self.config)
         self._check_queue()
         seed = self._draw_seed() if request.sampling.seed is None else request.sampling.seed
-        limit = request.deadline_seconds
+        limit, now = request.deadline_seconds, self._clock()
         seq = Sequence(
             request,
             arrival=self._arrivals,
             seed=seed,
             eos_token_ids=self._eos,
-            deadline=None if limit is None else self._clock() + limit,
+            deadline=None if limit is None else now + limit,
+            arrived=now,
         )
         self._arrivals += 1
         self._by_rid[request.rid] = seq
@@ -317,6 +318,7 @@ class Scheduler:
         seq.num_counted = max(seq.num_counted, of_prompt)
         if seq.cached_tokens is None:
             seq.cached_tokens = of_prompt
+            seq.queue_seconds = self._clock() - seq.arrived
             self.counters.cached_tokens += of_prompt
         if self.config.prefix_cache:
             self.counters.prefix_queries += len(seq.tokens)
@@ -423,6 +425,7 @@ class Scheduler:
             logprobs=(logprob,),
             weight_version=self.weight_version,
             cached_tokens=seq.cached_tokens or 0,
+            queue_seconds=seq.queue_news,
             **({} if seq.told is None else seq.told.fields(details, token=True)),
         )
 
@@ -449,6 +452,7 @@ class Scheduler:
             weight_version=self.weight_version,
             finish=reason,
             cached_tokens=seq.cached_tokens or 0,
+            queue_seconds=seq.queue_news,
             **({} if seq.told is None else seq.told.fields(details, token=asked or bool(token_ids))),
         )
 

@@ -31,6 +31,7 @@ class Sequence:
     :param arrival: unique, grows with each request; older is smaller.
     :param eos_token_ids: the model's end tokens (they count unless the request ignores them).
     :param deadline: when it is aborted, by the scheduler's clock.
+    :param arrived: when it came, by the same clock.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Sequence:
         "_shaping",
         "_sorted_end_ids",
         "arrival",
+        "arrived",
         "blocks",
         "cached_tokens",
         "chain",
@@ -47,6 +49,7 @@ class Sequence:
         "num_counted",
         "num_named",
         "prompt_len",
+        "queue_seconds",
         "request",
         "seed",
         "state",
@@ -62,9 +65,13 @@ class Sequence:
         seed: int,
         eos_token_ids: Iterable[int] = (),
         deadline: float | None = None,
+        arrived: float = 0.0,
     ) -> None:
         self.request = request
         self.arrival = arrival
+        self.arrived = arrived
+        self.queue_seconds = 0.0
+        """Until it was first admitted."""
         self.seed = seed
         self.deadline = deadline
         self.state = State.WAITING
@@ -103,6 +110,11 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def queue_news(self) -> float:
+        """``queue_seconds`` for the event with the first token, 0 for later ones."""
+        return self.queue_seconds if self.num_output <= 1 else 0.0
 
     @property
     def num_pending(self) -> int:

@@ -168,15 +168,17 @@ def check_offers(
     :raises UpdateRefused: naming what is unknown, missing, misshapen or mistyped, the first few by name.
     """
     problems: list[str] = []
-    seen: set[str] = set()
+    offered: dict[str, set[Box]] = {}
+    for span in (span for shards in ranks for shard in shards for span in shard.spans):
+        offered.setdefault(span.name, set()).add(span.logical)
     for rank, shards in enumerate(ranks):
         for shard in shards:
             for span in shard.spans:
-                seen.add(span.name)
-                problem = _misfit(shard, span, shapes, dtypes)
+                alone = len(offered[span.name]) == 1  # else it is a piece, and coverage is checked by the plan
+                problem = _misfit(shard, span, shapes, dtypes, alone=alone)
                 if problem:
                     problems.append(problem if len(ranks) == 1 else f"{problem} (trainer rank {rank})")
-    problems += [f"{name} is missing" for name in shapes if name not in seen]
+    problems += [f"{name} is missing" for name in shapes if name not in offered]
     problems = list(dict.fromkeys(problems))
     if problems:
         rest = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -187,7 +189,9 @@ def check_offers(
         )
 
 
-def _misfit(shard: Shard, span: Span, shapes: Mapping[str, Shape], dtypes: Mapping[str, frozenset[str]]) -> str:
+def _misfit(
+    shard: Shard, span: Span, shapes: Mapping[str, Shape], dtypes: Mapping[str, frozenset[str]], *, alone: bool
+) -> str:
     """What is wrong with a span, in words; empty when nothing is."""
     shape = shapes.get(span.name)
     if shape is None:
@@ -195,7 +199,7 @@ def _misfit(shard: Shard, span: Span, shapes: Mapping[str, Shape], dtypes: Mappi
         if span.name == HEAD and EMBEDDING in shapes:
             return f"{HEAD} is not known: the served model's head is its embedding"
         return f"{span.name} is not known" + (f"; did you mean {near[0]}?" if near else "")
-    if not span.logical.inside(shape) or (_is_whole(shard, span) and shard.shape != shape):
+    if not span.logical.inside(shape) or (alone and _is_whole(shard, span) and shard.shape != shape):
         return f"{span.name} has the shape {list(shard.shape)} where {list(shape)} is needed"
     for dtype in dtypes.get(span.name, frozenset()):
         if shard.dtype != dtype and not {shard.dtype, dtype} <= CONVERTIBLE:

@@ -87,6 +87,7 @@ def test_a_reply_has_sglangs_shape() -> None:
                     "finish_reason": {"type": "stop", "matched": EOS},
                     "prompt_tokens": 2,
                     "completion_tokens": 7,
+                    "reasoning_tokens": 0,
                     "cached_tokens": 0,
                     "weight_version": "0",
                     "weight_versions": [{"version": "0", "start": 0, "end": 7}],
@@ -463,7 +464,7 @@ def test_every_route_answers_errors_in_one_shape_and_known_methods_only() -> Non
                 ("POST", "/health", 405),
                 ("DELETE", "/model_info", 405),
                 ("GET", "/generate/", 404),
-                ("GET", "//ready", 404),
+                ("GET", "/ready/", 404),
             ):
                 reply = await server.http.request(method, path)
                 assert reply.status_code == status, path

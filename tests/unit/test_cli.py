@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import importlib
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from gtp_serve.errors import UsageError
 from gtp_serve.server import cli
 from gtp_serve.server.flags import ALIASES, FOREIGN
 from gtp_serve.server.options import ServeOptions
+from gtp_serve.server.settings import SETTINGS
 from gtp_serve.sizes import parse_size
 
 BASE = ServeOptions(ckpt=Path("run"))
@@ -85,9 +87,11 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     )
     seconds = []
     for _ in range(4):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Of the processor: on a busy machine the clock on the wall tells of other programs.
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert ran.stderr == ""
     assert min(seconds) < 0.3
 
@@ -147,7 +151,7 @@ def test_each_option_arrives_where_it_belongs() -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_of_another_server_means_ours(alias: str) -> None:
     value = {"--ckpt": "run", "--tp": "1", "--kv-memory": "1GiB", "--mem-fraction": "0.5"}.get(ALIASES[alias], "9")
-    switches = ("--no-tokenizer", "--no-prefix-cache", "--no-graphs", "--deterministic")
+    switches = ("--no-tokenizer", "--no-prefix-cache", "--prefix-cache", "--no-graphs", "--deterministic")
     words = [] if ALIASES[alias] in switches else [value]
     base = [] if ALIASES[alias] == "--ckpt" else ["--ckpt", "run"]
     ours = cli.parse_serve([*base, ALIASES[alias], *words])
@@ -167,7 +171,20 @@ def test_no_alias_and_no_foreign_option_is_one_of_ours() -> None:
     ours = {word for action in cli.build_serve_parser()._actions for word in action.option_strings}
     assert not ours & {*ALIASES, *FOREIGN}
     assert set(ALIASES.values()) <= ours
-    assert len(ours) <= 60
+
+
+def test_the_help_is_one_screen_of_at_most_28_options() -> None:
+    shown = [
+        action
+        for action in cli.build_serve_parser()._actions
+        if action.help != argparse.SUPPRESS and action.dest not in ("help", "version")
+    ]
+
+    assert len(shown) <= 28
+    assert len(cli.build_serve_parser().format_help().splitlines()) <= 55
+    everything = cli.build_serve_parser(everything=True).format_help()
+    for setting in SETTINGS:
+        assert f" {setting.option} " in everything or setting.key in everything
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,17 +135,17 @@ def test_a_model_that_does_not_fit_is_still_supported(capsys: pytest.CaptureFixt
 
 PROBE = """
 import sys
+import time
 from gtp_serve.server.cli import main
 status = main(["inspect", sys.argv[1], "--json"])
 heavy = [name for name in ("torch", "numpy", "pickle") if name in sys.modules]
-print(heavy, status, file=sys.stderr)
+print(heavy, status, time.process_time(), file=sys.stderr)
 """
 
 
 def test_the_command_imports_neither_torch_nor_numpy_and_is_quick() -> None:
-    best = 60.0
+    best = 60.0  # seconds of CPU: the clock on the wall tells more of the machine than of the command
     for _ in range(3):
-        started = time.monotonic()
         result = subprocess.run(
             [sys.executable, "-c", PROBE, str(DATA / "moe-tp1-pp1-ep2")],
             cwd=ROOT,
@@ -155,9 +154,9 @@ def test_the_command_imports_neither_torch_nor_numpy_and_is_quick() -> None:
             check=True,
             timeout=60,
         )
-        best = min(best, time.monotonic() - started)
+        heavy, status, seconds = result.stderr.rsplit(" ", 2)
+        best = min(best, float(seconds))
     assert json.loads(result.stdout)["supported"] is True
-    heavy, status = result.stderr.rsplit(" ", 1)
     assert "torch" not in heavy
     assert "numpy" not in heavy
     assert status.strip() == "0"

@@ -176,3 +176,20 @@ def test_a_span_beyond_its_tensor_is_refused_by_name() -> None:
 
     with pytest.raises(UpdateRefused, match=r"embed_tokens.weight has the shape \[60, 24\] where \[50, 24\]"):
         check_offers([[shard, *others]], logical_tensors(LLAMA), BF16)
+
+
+def test_first_ranks_piece_that_bears_the_tensors_name_is_a_piece_and_not_a_misshapen_tensor() -> None:
+    name, (rows, columns) = EMBEDDING, logical_tensors(LLAMA)[EMBEDDING]
+    whole = [shard for shard in offer(state_dict(LLAMA, 1)).shards() if shard.key != name]
+    halves = [
+        Shard(
+            name,
+            (rows // 2, columns),
+            "bfloat16",
+            (Span(name, Box.whole((rows // 2, columns)), Box((first, 0), (rows // 2, columns))),),
+        )
+        for first in (0, rows // 2)
+    ]
+    check_offers([[*whole, halves[0]], [halves[1]]], logical_tensors(LLAMA), BF16)
+    with pytest.raises(UpdateRefused, match=rf"{name} has the shape \[{rows // 2}, {columns}\] where"):
+        check_offers([[*whole, halves[0]], [halves[0]]], logical_tensors(LLAMA), BF16)

@@ -30,7 +30,7 @@ class Source:
     def read(self, index: int) -> memoryview:
         if self.broken:
             raise CheckpointCorrupt("the file ends early")
-        return memoryview(self.data.numpy()).cast("B")
+        return memoryview(self.data.numpy().data).cast("B")
 
     def close(self) -> None:
         pass

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -276,7 +277,7 @@ def test_random_damage_never_ends_in_another_error() -> None:
 
 def metadata(protocol: int = 4) -> bytes:
     """Several tensors of every number of axes, whose indices need each kind of integer."""
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     items: dict[MetadataIndex, _StorageInfo] = {}
     for axes in range(6):
         key, chunks = f"tensor.{axes}.wéight" if axes == 3 else f"tensor.{axes}", []

@@ -450,3 +450,18 @@ def test_a_damaged_scheduler_says_so() -> None:
 
     with pytest.raises(AssertionError, match="every request"):
         scheduler.check_invariants()
+
+
+def test_the_first_event_tells_how_long_the_request_waited_and_later_ones_do_not() -> None:
+    now = [0.0]
+    scheduler = Scheduler(engine_config(max_running=1), draw_seed=lambda: 0, clock=lambda: now[0])
+    scheduler.add(request("a", [1], max_new_tokens=2, ignore_eos=True))
+    scheduler.add(request("b", [1], max_new_tokens=2, ignore_eos=True))
+    told: dict[str, list[float]] = {"a": [], "b": []}
+    now[0] = 0.5
+    while scheduler.has_work():
+        for event in give(scheduler, plan_of(scheduler)):
+            told[event.rid].append(event.queue_seconds)
+        now[0] += 1.0
+
+    assert told == {"a": [0.5, 0.0], "b": [2.5, 0.0]}

@@ -129,7 +129,9 @@ def test_log_records_become_lines_and_stacks_only_when_asked() -> None:
         log.error("bug", exc_info=ValueError("boom"))
         first, second = map(json.loads, stream.getvalue().splitlines())
         assert (first["event"], first["rid"], first["level"]) == ("request", "r", "INFO")
-        assert (second["kind"], second["error"], "stack" in second) == ("ValueError", "boom", stacks)
+        assert second["kind"] == "ValueError"
+        assert ("error" in second, "stack" in second) == (stacks, stacks)
+        assert ("boom" in stream.getvalue()) == stacks  # what a client sent may be quoted in it
 
 
 def test_an_error_is_one_sentence_and_aligned_lines() -> None:
