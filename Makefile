@@ -4,6 +4,7 @@ PYTHON ?= python3
 PORT ?= 30000
 DEMO ?= .demo
 MARK ?= not gpu
+WORKERS ?= 2
 TEST_ARGS ?=
 
 BIN := .venv/bin
@@ -15,7 +16,7 @@ SOURCES := tests scripts .ci $(wildcard benchmarks/*.py examples/*.py)
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) DEMO=$(DEMO) MARK='$(MARK)' TEST_ARGS='$(TEST_ARGS)'"
+	@echo "Variables: PYTHON=$(PYTHON) PORT=$(PORT) DEMO=$(DEMO) MARK='$(MARK)' WORKERS=$(WORKERS) TEST_ARGS='$(TEST_ARGS)'"
 	@echo "           TORCH_INDEX=URL takes torch from that package index (a CPU build, for example)"
 
 venv:  ## make or update .venv (does nothing when nothing has changed)
@@ -31,7 +32,7 @@ serve: venv  ## serve a real model from a Megatron GTP checkpoint on the CPU (PO
 
 test: venv check  ## all checks, then every test that needs no GPU
 	@rm -rf $(RESULTS) && mkdir -p $(RESULTS)
-	$(BIN)/python -m pytest -m "$(MARK)" --durations=10 --junitxml=$(RESULTS)/junit.xml $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "$(MARK)" -n $(WORKERS) --dist loadfile --durations=10 --junitxml=$(RESULTS)/junit.xml $(TEST_ARGS)
 
 test-gpu: venv  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(TEST_ARGS)

@@ -80,7 +80,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("host", _HTTP, "address to listen on (127.0.0.1)", "HOST"),
     Setting("port", _HTTP, "0 picks a free one (30000)", "PORT", "number"),
-    Setting("api_key", _HTTP, "key of all routes but /, /health, /ready; better --api-key-file", "KEY", secret=True),
+    Setting("api_key", _HTTP, "key of all routes but pages and probes; better --api-key-file", "KEY", secret=True),
     Setting("api_key_file", _HTTP, "file that holds it, seen in no process list", "FILE", "path", shown="all"),
     Setting("admin_key", _HTTP, "key of the weight routes (none: this machine only)", "KEY", secret=True),
     Setting("admin_key_file", _HTTP, "file that holds it, seen in no process list", "FILE", "path", shown="all"),

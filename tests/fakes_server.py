@@ -167,6 +167,9 @@ class FakeClient:
         sampling = request.sampling
         tokens = list(self.script(request))[: sampling.max_new_tokens]
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        if sampling.max_new_tokens == 0:  # as an engine: the end alone, and what is told of the prompt
+            yield TokenEvent(rid=request.rid, weight_version="0", finish=FinishReason(type="length"))
+            return
         for index, token in enumerate(tokens):
             await asyncio.sleep(3600 if self.hold else self.delay)
             if self.die_after == index:

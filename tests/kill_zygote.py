@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -184,11 +185,19 @@ def train(board: Board, spec: dict[str, Any]) -> int:
         told: dict[str, Any] = {"event": "failed", "code": error.code, "message": error.message}
     else:
         told = {"event": "pushed", "digest": report.digest}
-    told["threads"] = sorted({thread.name for thread in threading.enumerate()} - before)
+    told["threads"] = _left(before)
     out = Path(spec["out"])
     out.with_suffix(".part").write_text(json.dumps(told))
     out.with_suffix(".part").rename(out)
     return 0
+
+
+def _left(before: set[str]) -> list[str]:
+    """Threads that do not end; one that waits for a connection ends with torch's own patience."""
+    deadline = time.monotonic() + 15
+    while (left := {thread.name for thread in threading.enumerate()} - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(left)
 
 
 # -- the zygote itself -------------------------------------------------------------------------------------

@@ -78,7 +78,11 @@ class Leader:
         self.news: SimpleQueue[orders.Report | Answer] = SimpleQueue()
         """What the others say of their weights; rank 0's own is put here too."""
         self._meeting = os.memfd_create("gtp-serve-ranks")
-        self.peers = [self._peer(rank, argv) for rank in range(1, size)]
+        self.peers: list[Peer] = []
+        for rank in range(1, size):
+            self.peers.append(self._peer(rank, argv))
+        if self._fault is not None:  # told by one of them while the later ones were being made
+            self._kill_all()
 
     def _peer(self, rank: int, argv: Sequence[str]) -> Peer:
         return Peer(
@@ -248,10 +252,13 @@ class Leader:
                 return
             self._fault = fault
             self._changed.notify_all()
-        for peer in self.peers:
-            peer.kill()
+        self._kill_all()
         if self._connection is not None:
             self._connection.abort()
+
+    def _kill_all(self) -> None:
+        for peer in tuple(self.peers):
+            peer.kill()
 
     def _wait_for_fault(self, seconds: float) -> bool:
         with self._changed:

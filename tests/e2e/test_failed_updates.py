@@ -139,5 +139,6 @@ def test_two_hundred_failed_updates_leave_the_servers_processes_as_they_were(ser
         assert descriptors <= _CONNECTIONS, grown
         assert threads <= 1, grown
     assert served.digest() == digest
-    assert len(served.http.get("/weights").json()["history"]) == 200
+    begun = 1 + sum(number % 6 != 4 for number in range(FAILURES))  # what cannot be opened does not even begin
+    assert len(served.http.get("/weights").json()["history"]) == min(200, begun)
     assert served.disk("last", "good").json()["digest"] == digest

@@ -179,12 +179,17 @@ def test_other_users_memory_is_refused(memory: SealedMemory, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("pid", "fd", "size"),
     [(0, 3, 32), (-1, 3, 32), (os.getpid(), -1, 32), (os.getpid(), 3, 0), (os.getpid(), 3, -5)],
+    ids=["pid 0", "pid -1", "fd -1", "size 0", "size -5"],
 )
 def test_numbers_that_cannot_be_are_refused(pid: int, fd: int, size: int) -> None:
     assert refusal(Segment(pid=pid, fd=fd, size=size)).endswith("has a number that cannot be")
 
 
-@pytest.mark.parametrize(("pid", "fd"), [(1 << 60, 3), (os.getpid(), 1 << 60), (os.getpid(), 987654)])
+@pytest.mark.parametrize(
+    ("pid", "fd"),
+    [(1 << 60, 3), (os.getpid(), 1 << 60), (os.getpid(), 987654)],
+    ids=["pid too large", "fd too large", "fd not open"],
+)
 def test_numbers_that_name_nothing_are_refused(pid: int, fd: int) -> None:
     assert "is not there" in refusal(Segment(pid=pid, fd=fd, size=32))
 
