@@ -42,11 +42,11 @@ def main(root: Path, out: Path, moe: bool, tied: bool) -> None:
     """Build the model of tests/checkpoint_model.py and load it."""
     shim()
     import torch.distributed as dist
-    from megatron.core import dist_checkpointing, parallel_state  # type: ignore[import-not-found]
-    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # type: ignore[import-not-found]
-    from megatron.core.models.gpt import GPTModel  # type: ignore[import-not-found]
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # type: ignore[import-not-found]
-    from megatron.core.transformer import TransformerConfig  # type: ignore[import-not-found]
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
 
     dist.init_process_group("gloo", init_method=f"file://{out}.meeting", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
