@@ -24,6 +24,7 @@ from gtp_serve.engine.standstill import Standstill
 from gtp_serve.errors import RequestRejected, UpdateFailed, UpdateRefused
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.layout.spans import Shape
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.orders import (
     Checksum,
     FlushCache,
@@ -35,7 +36,6 @@ from gtp_serve.refit.orders import (
     Restore,
     TensorPart,
 )
-from gtp_serve.refit.rank_api import combine_digests
 from gtp_serve.refit.update import UpdateMachine
 
 ASK_SECONDS = 120.0
@@ -119,7 +119,7 @@ class LiveWeights:
         if current is not None and current.memory == "inplace":
             raise UpdateRefused(f"update {current.id} is being written into the live weights", code="update-under-way")
         digests = [msgspec.json.decode(body, type=str) for body in self._ask(ChecksumNow())]
-        digest, known = combine_digests(digests), self._machine.live.digest
+        digest, known = combine(digests), self._machine.live.digest
         if not known and not self._machine.live.torn:
             self._machine.live.digest = digest
         return {

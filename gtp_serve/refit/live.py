@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gtp_serve.errors import UpdateRefused
-from gtp_serve.refit.rank_api import combine_digests
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.versions import Labels
 
 
@@ -36,7 +36,7 @@ class Live:
         """
         self.before = (self.version, self.digest) if keeps_old and not self.torn else None
         self.labels.set_live(version)
-        self.torn, self.digest = "", combine_digests(ranks)
+        self.torn, self.digest = "", combine(ranks)
 
     def tear(self, why: str) -> None:
         """There are no whole weights from now on."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import xxhash
-
 from gtp_serve.layout.spans import Shard
 from gtp_serve.refit.orders import JoinGroup, Order, Piece, StageOrder, TensorPart
 
@@ -81,8 +79,3 @@ class RankControl(Protocol):
     def restore(self, tags: Sequence[str]) -> None:
         """Take it again, at the same addresses; what it held is gone."""
         ...
-
-
-def combine_digests(ranks: Sequence[str]) -> str:
-    """Digest of a whole model from those of its ranks, in order."""
-    return xxhash.xxh3_128_hexdigest("".join(ranks).encode())

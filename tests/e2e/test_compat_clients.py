@@ -23,7 +23,7 @@ from serve_command import Command
 from torch import Tensor
 
 from gtp_serve.models.decoder import build_decoder
-from gtp_serve.refit.rank_api import combine_digests
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.verify import rank_digest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
@@ -84,7 +84,7 @@ def digest_of(tensors: Mapping[str, Tensor], ranks: int) -> str:
         )
         fill(decoder, tensors)
         digests.append(rank_digest(decoder.targets()))
-    return combine_digests(digests)
+    return combine(digests)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gtp_serve.errors import UpdateFailed, UpdateRefused
 from gtp_serve.refit.actions import Drop
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.history import KEPT
 from gtp_serve.refit.orders import (
     DiskOrder,
@@ -30,7 +31,6 @@ from gtp_serve.refit.orders import (
     UpdateRequest,
     Vote,
 )
-from gtp_serve.refit.rank_api import combine_digests
 from gtp_serve.refit.under_way import HOLD_SECONDS
 from gtp_serve.refit.update import UpdateMachine
 
@@ -386,7 +386,7 @@ class Updates(RuleBasedStateMachine):
             return
         self.judge.note_commit(swap.version, content)
         ended = self.call(lambda: self.machine.committed(digests, 0.1))
-        assert (ended.state, ended.digest, ended.stall_seconds) == ("committed", combine_digests(digests), 0.1)
+        assert (ended.state, ended.digest, ended.stall_seconds) == ("committed", combine(digests), 0.1)
 
     @rule(seconds=st.sampled_from([0.1, 0.1, 0.5, 0.5, 3.0, 6.0, 21.0]))
     def wait(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ from fakes import request, scripted_output
 from update_fakes import Bench, begin, code_of
 
 from gtp_serve.errors import RequestRejected, UpdateFailed, WeightsTorn
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.orders import (
     Checksum,
     FlushCache,
@@ -23,7 +24,6 @@ from gtp_serve.refit.orders import (
     Restore,
     Resume,
 )
-from gtp_serve.refit.rank_api import combine_digests
 
 LONG: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 def test_a_checksum_is_of_all_ranks_and_says_whether_it_is_what_was_committed() -> None:
     bench = Bench()
     first = bench.answer(Checksum())
-    assert first["digest"] == combine_digests(["first@0", "first@1"]) == bench.updates.status().digest
+    assert first["digest"] == combine(["first@0", "first@1"]) == bench.updates.status().digest
     assert first["matches"] is None
     bench.answer(begin())
     assert bench.answer(Checksum())["matches"]

@@ -10,6 +10,7 @@ from fakes import request, scripted_output
 from update_fakes import Bench, begin, code_of
 
 from gtp_serve.errors import EngineFault, UpdateFailed, WeightsTorn
+from gtp_serve.refit.digest import combine
 from gtp_serve.refit.orders import (
     AbortUpdate,
     Begin,
@@ -23,7 +24,6 @@ from gtp_serve.refit.orders import (
     Relabel,
     RollBack,
 )
-from gtp_serve.refit.rank_api import combine_digests
 
 LONG: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 PIECE = Piece(names=("x",), dtypes=("float32",), shapes=((1,),))
@@ -53,7 +53,7 @@ def test_weights_label_and_digest_change_together_between_two_steps_on_all_ranks
     assert bench.tokens("a") == scripted_output(req)
     status = bench.updates.status()
     assert (status.version, status.rollback_version, status.update) == ("1", "0", None)
-    assert status.digest == combine_digests(["u@0", "u@1"]) == status.history[0].digest
+    assert status.digest == combine(["u@0", "u@1"]) == status.history[0].digest
     record = status.history[0]
     assert (record.state, record.base, record.votes, record.kind) == ("committed", "0", 2, "disk")
     assert (record.source_bytes, record.target_bytes, record.seconds["transfer"]) == (200, 100, 2.0)
