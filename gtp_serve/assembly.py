@@ -251,8 +251,10 @@ class RankWork:
 
 
 def greedy_choice(config: EngineConfig, decoder: Decoder) -> Callable[[Tensor, int], Greedy] | None:
-    """The device's own way to choose in all-greedy steps; None where every step must choose by the same operations."""
-    return decoder.placement.ops.greedy if config.device == "cuda" and not config.deterministic else None
+    """The ops' own way to choose in all-greedy steps; None where every step must choose by the same operations."""
+    ops = decoder.placement.ops
+    own = config.device == "cuda" or ops.recorder is not None
+    return ops.greedy if own and not config.deterministic else None
 
 
 def first_token(engine: Engine, prompt: Sequence[int]) -> int:

@@ -174,13 +174,11 @@ def choose_device(options: MemoryOptions, hardware: Hardware) -> Literal["cpu", 
 
 
 def choose_dtype(model: ModelConfig, options: MemoryOptions, hardware: Hardware, device: str) -> DType:
-    """As saved, but float32 on a CPU that has no instructions for the saved one (torch's loop there is
-    slow).
-    """
+    """As saved, but float32 on a CPU on which neither the native ops nor torch are fast in it."""
     if options.dtype != "auto":
         return options.dtype
-    if device == "cpu" and not hardware.cpu_flags & _CPU_INSTRUCTIONS[model.dtype]:
-        return "float32"
+    if device == "cpu" and not (hardware.native_ops and model.dtype == "bfloat16"):
+        return model.dtype if hardware.cpu_flags & _CPU_INSTRUCTIONS[model.dtype] else "float32"
     return model.dtype
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+NATIVE_OPS = Path(__file__).parent / "ops" / "cpu" / "_native.so"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,8 @@ class Hardware:
     cpu_flags: frozenset[str]
     gpus: tuple[Gpu, ...]
     torch: TorchBuild | None
+    native_ops: bool = False
+    """The native CPU ops were built with this package."""
 
 
 def find_hardware(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> Hardware:
@@ -62,6 +65,7 @@ def find_hardware(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> Hardware:
         cpu_flags=read_cpu_flags(proc=proc),
         gpus=find_gpus() if torch is not None and torch.cuda is not None else (),
         torch=torch,
+        native_ops=NATIVE_OPS.exists(),
     )
 
 

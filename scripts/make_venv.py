@@ -62,12 +62,20 @@ def fingerprint() -> str:
     """What the environment depends on, as one digest."""
     parts = [
         (ROOT / "pyproject.toml").read_bytes(),
+        (ROOT / "setup.py").read_bytes(),
+        *(path.read_bytes() for path in native_sources()),
         LOCK.read_bytes(),
         MEGATRON.encode(),
         sys.version.encode(),
         str(ROOT).encode(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def native_sources() -> list[Path]:
+    """What the installation compiles."""
+    folder = ROOT / "gtp_serve" / "ops" / "cpu"
+    return [folder / "build.py", *sorted(path for path in (folder / "native").rglob("*") if path.is_file())]
 
 
 def is_current(wanted: str) -> bool:

@@ -1,15 +1,17 @@
-"""How a step is recorded on a device: ``CudaCapture`` makes CUDA graphs, ``EagerCapture`` runs the same step over the
-same buffers anywhere.
+"""How a step is recorded on a device: ``CudaCapture`` makes CUDA graphs, ``NativeCapture`` programs of native CPU ops,
+``EagerCapture`` runs the same step over the same buffers anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from gtp_serve.ops.table import RecordedStep, Recorder
 
 _WARM_UPS = 2
 
@@ -17,8 +19,11 @@ _WARM_UPS = 2
 class Recorded(Protocol):
     """One step that can be run again."""
 
-    def replay(self) -> Tensor:
-        """Run it on what its buffers hold now; the result is always in the same memory."""
+    def replay(self, count: int) -> Tensor:
+        """Run it on what its buffers hold now; the result is always in the same memory.
+
+        :param count: rows of the result that are wanted; others may be padding or not computed at all.
+        """
         ...
 
 
@@ -29,8 +34,11 @@ class Capture(Protocol):
         """Run the step as often as the device needs before it can be recorded."""
         ...
 
-    def record(self, step: Callable[[], Tensor]) -> Recorded:
-        """Record the step after its warm-up."""
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Recorded:
+        """Record the step after its warm-up.
+
+        :param inputs: what it reads that has one row for each sequence.
+        """
         ...
 
 
@@ -40,7 +48,7 @@ class EagerCapture:
     def warm_up(self, step: Callable[[], Tensor]) -> None:
         """Nothing to do."""
 
-    def record(self, step: Callable[[], Tensor]) -> EagerStep:
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> EagerStep:
         """Run it once, for the memory of its result."""
         return EagerStep(step, step().clone())
 
@@ -52,9 +60,36 @@ class EagerStep:
     step: Callable[[], Tensor]
     output: Tensor
 
-    def replay(self) -> Tensor:
+    def replay(self, count: int) -> Tensor:
         """See ``Recorded``."""
         return self.output.copy_(self.step())
+
+
+class NativeCapture:
+    """Programs of native CPU ops, which compute exactly the rows that there are."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Nothing to do."""
+
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> NativeStep:
+        """One program for any number of sequences up to the inputs'."""
+        return NativeStep(*self._recorder.record(step, {tensor.data_ptr(): 0 for tensor in inputs}))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeStep:
+    """A program and its result."""
+
+    program: RecordedStep
+    output: Tensor
+
+    def replay(self, count: int) -> Tensor:
+        """See ``Recorded``."""
+        self.program.run(count)
+        return self.output
 
 
 class CudaCapture:
@@ -65,7 +100,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def record(self, step: Callable[[], Tensor]) -> CudaStep:
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> CudaStep:
         """As a graph; collectives become part of it, and run only when all ranks replay theirs."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: a refit's threads may allocate, and NCCL's may look at their events, while this one records.
@@ -90,7 +125,7 @@ class CudaStep:
     graph: torch.cuda.CUDAGraph
     output: Tensor
 
-    def replay(self) -> Tensor:
+    def replay(self, count: int) -> Tensor:
         """See ``Recorded``.  Runs on the current stream and is not waited for."""
         self.graph.replay()
         return self.output

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
-from gtp_serve.engine.capture import Capture, CudaCapture, Recorded
+from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, Recorded
 from gtp_serve.errors import UsageError
 from gtp_serve.kv.blocks import blocks_for
 from gtp_serve.kv.pool import KVPool
@@ -80,6 +80,12 @@ class StaticInputs:
             logit_rows_S=torch.arange(size, device=device),
         )
         self._attention: FixedAttention | None = None
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """The buffers that have one row for each sequence."""
+        batch = self.batch
+        return batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_S
 
     def use(self, attention: FixedAttention | None) -> None:
         """Let the step attend by this, which is told of each batch that is loaded."""
@@ -180,7 +186,7 @@ class DecodeGraphs:
         inputs, step = self._prepare(size)
         self._capture.warm_up(step)
         try:
-            bucket = _Bucket(inputs, self._capture.record(step))
+            bucket = _Bucket(inputs, self._capture.record(step, inputs.rows))
         except Exception as error:  # whatever a device says to recording: eager steps go on
             return _words(error)
         self._buckets[size] = bucket
@@ -229,7 +235,7 @@ class DecodeGraphs:
             raise ValueError(f"a batch of {count} sequences fits none of the buckets {self.captured}")
         bucket = self._buckets[size]
         bucket.inputs.load(batch)
-        logits = bucket.step.replay()[:count]
+        logits = bucket.step.replay(count)[:count]
         self.replayed += 1
         wanted = batch.logit_rows_S
         return logits if len(wanted) == count else logits.index_select(0, wanted.to(self._device))
@@ -286,10 +292,10 @@ def bucket_sizes(largest: int) -> list[int]:
 
 
 def refusal(decoder: Decoder, config: EngineConfig) -> str | None:
-    """Why this decoder's steps cannot be captured as CUDA graphs; None when they can."""
+    """Why this decoder's steps cannot be captured; None when they can."""
     ops = decoder.placement.ops
-    if torch.device(config.device).type != "cuda":
-        return f"there are no CUDA graphs on {config.device}"
+    if torch.device(config.device).type != "cuda" and ops.recorder is None:
+        return f"{ops.name} on {config.device} does not record steps"
     if not ops.capturable:
         return f"attention of {ops.name} asks the host for lengths"
     if config.model.moe is not None and not ops.captures_experts:
@@ -312,7 +318,7 @@ def build_graphs(
 ) -> DecodeGraphs:
     """Nothing captured yet.
 
-    :param capture: CUDA graphs by default.
+    :param capture: by default programs of the decoder's own ops where these record steps, else CUDA graphs.
     :param together: see ``DecodeGraphs``.
     :raises UsageError: the decoder cannot be captured (see ``refusal``).
     """
@@ -322,11 +328,15 @@ def build_graphs(
         raise UsageError(f"the decode step cannot be captured with {decoder.placement.ops.name}")
     if pool.num_blocks != config.cache.num_blocks + SCRATCH_BLOCKS:
         raise ValueError(f"{pool.num_blocks} blocks in the pool, {config.cache.num_blocks} in the configuration")
+    recorder = decoder.placement.ops.recorder
+    if capture is None:
+        capture = CudaCapture(config.device) if recorder is None else NativeCapture(recorder)
     return DecodeGraphs(
         decoder,
         pool,
-        CudaCapture(config.device) if capture is None else capture,
-        sizes=bucket_sizes(config.max_running),
+        capture,
+        # A program computes the rows that there are, so one serves all batches; a graph always computes its own number.
+        sizes=[config.max_running] if isinstance(capture, NativeCapture) else bucket_sizes(config.max_running),
         max_blocks=blocks_for(config.max_context, config.cache.block_size),
         together=together,
     )

@@ -23,7 +23,9 @@ class Mlp:
 
     def partial(self, x_TD: Tensor) -> Tensor:
         """This rank's summand, [T, D]."""
-        return self.down.partial(self.ops.swiglu(self.gate_up(x_TD)))
+        if self.ops.gated_linear is None:
+            return self.down.partial(self.ops.swiglu(self.gate_up(x_TD)))
+        return self.down.partial(self.ops.gated_linear(x_TD, self.gate_up.weight, self.gate_up.bias))
 
     def targets(self) -> list[Target]:
         """All parameters."""

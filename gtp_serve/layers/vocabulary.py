@@ -34,7 +34,9 @@ class VocabularyTable:
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """[S, V] float32 over all vocabulary rows, the same on all ranks."""
-        return self.tp.all_gather(self.ops.linear(x_SD, self.weight, None))[:, : self.rows].float()
+        head = self.ops.logits
+        part = self.ops.linear(x_SD, self.weight, None) if head is None else head(x_SD, self.weight)
+        return self.tp.all_gather(part)[:, : self.rows].float()
 
     def targets(self) -> list[Target]:
         """This rank's rows."""

@@ -82,7 +82,7 @@ class Decoder:
             if config.tied
             else VocabularyTable("lm_head.weight", config.vocab_rows, config.hidden_size, placement)
         )
-        self.rotary = Rotary(config.rope, config.head_dim, placement.device)
+        self.rotary = Rotary(config.rope, config.head_dim, placement)
 
     @property
     def num_kv_heads(self) -> int:
@@ -111,18 +111,23 @@ class Decoder:
         return self._logits(x_TD, delta_TD, batch.logit_rows_S)
 
     def _logits(self, x_TD: Tensor, delta_TD: Tensor | None, rows: Tensor) -> Tensor:
-        normed, _ = self.norm.after_adding(x_TD[rows], None if delta_TD is None else delta_TD[rows])
+        take = self.placement.ops.embedding
+        normed, _ = self.norm.after_adding(take(rows, x_TD), None if delta_TD is None else take(rows, delta_TD))
         return self.head.logits(normed)
 
     def _step(self, batch: Batch, block_size: int) -> Step:
-        cos_TR, sin_TR = self.rotary(batch.positions_T, self.placement.dtype)
+        cos_TR, sin_TR = self.rotary(batch.positions_T, max(batch.context_lens))
         plan = batch.attention
         if plan is None:
             plan = self.placement.ops.plan_attention(batch, block_size, self.config.sliding_window)
         return Step(slots_T=batch.slots_T, cos_TR=cos_TR, sin_TR=sin_TR, attention=plan)
 
     def fix_attention(self, batch: Batch, block_size: int) -> FixedAttention | None:
-        """Attention for recorded steps over the buffers of ``batch``; None where a step's own plan can be recorded."""
+        """Attention for recorded steps over the buffers of ``batch``; None where a step's own plan can be recorded.
+
+        What such steps only read, but which is made once, is made here.
+        """
+        self.rotary.prepare(max(batch.context_lens))
         fix = self.placement.ops.fix_attention
         return None if fix is None else fix(batch, block_size, self.config.sliding_window)
 

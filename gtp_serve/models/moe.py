@@ -38,12 +38,14 @@ class MoeBlock:
             routes.append(experts_TC)
         out_TD = self.experts.partial(x_TD, weights_TC, experts_TC)
         if self.shared is not None:
-            out_TD = out_TD + self._shared(self.shared, x_TD)
+            out_TD = self._add_shared(out_TD, self.shared.partial(x_TD), x_TD)
         return self.tp.all_reduce(out_TD)
 
-    def _shared(self, shared: Mlp, x_TD: Tensor) -> Tensor:
-        out_TD = shared.partial(x_TD)
-        return out_TD if self.shared_gate is None else self.ops.sigmoid(self.shared_gate(x_TD)) * out_TD
+    def _add_shared(self, out_TD: Tensor, shared_TD: Tensor, x_TD: Tensor) -> Tensor:
+        gate_T1 = None if self.shared_gate is None else self.shared_gate(x_TD)
+        if self.ops.add_shared is not None:
+            return self.ops.add_shared(out_TD, shared_TD, gate_T1)
+        return out_TD + (shared_TD if gate_T1 is None else self.ops.sigmoid(gate_T1) * shared_TD)
 
     def targets(self) -> list[Target]:
         """All parameters."""

@@ -9,6 +9,8 @@ import torch
 
 from gtp_serve.config import AttentionBackend
 from gtp_serve.errors import EnvironmentFault, UsageError
+from gtp_serve.ops.cpu.library import find_library, shared_threads
+from gtp_serve.ops.cpu.native import COMPUTED, native_ops
 from gtp_serve.ops.deterministic import deterministic_ops
 from gtp_serve.ops.flash_attn import flash_attn_ops
 from gtp_serve.ops.flashinfer import flashinfer_ops
@@ -30,26 +32,37 @@ def choose_ops(
     """The fastest table that this device and the installed packages can run; its ``name`` says which.
 
     :param attention: what is to compute attention.  "auto" never picks an extra: which packages happen to be
-        installed decides no bit of an answer.
+        installed decides no bit of an answer.  On a CPU "torch" stands for all ops.
     :param deterministic: the one whose results do not depend on what is computed beside them, on any device.
     :raises UsageError: the attention that was named does not serve this engine.
     :raises EnvironmentFault: its package is not there.
     """
-    if deterministic:
-        if attention != "auto":
-            raise UsageError(
-                f"--deterministic computes attention in an order of its own, not by --attention-backend {attention}",
-                [("try", "one of the two")],
-            )
-        return deterministic_ops()
+    if deterministic and attention != "auto":
+        raise UsageError(
+            f"--deterministic computes attention in an order of its own, not by --attention-backend {attention}",
+            [("try", "one of the two")],
+        )
     if torch.device(device).type == "cuda":
-        return _on_a_gpu(device, dtype, head_dim, block_size, attention)
+        return deterministic_ops() if deterministic else _on_a_gpu(device, dtype, head_dim, block_size, attention)
     if attention not in ("auto", "torch"):
         raise UsageError(
             f"--attention-backend {attention} needs a GPU, and the device is {device}",
             [("try", "--attention-backend auto")],
         )
-    return REFERENCE
+    if attention == "torch":
+        return REFERENCE
+    return _on_a_cpu(dtype, deterministic=deterministic)
+
+
+def _on_a_cpu(dtype: torch.dtype, *, deterministic: bool) -> Ops:
+    """The native ops, which are deterministic; torch where they are not there."""
+    library = find_library()
+    if dtype not in COMPUTED:
+        library = f"the native CPU ops do not compute in {str(dtype).removeprefix('torch.')}"
+    if not isinstance(library, str):
+        return native_ops(shared_threads(library, torch.get_num_threads()))
+    plain = deterministic_ops() if deterministic else REFERENCE
+    return replace(plain, name=f"{plain.name}, slow: {library}")
 
 
 def _on_a_gpu(device: str, dtype: torch.dtype, head_dim: int, block_size: int, attention: AttentionBackend) -> Ops:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,29 @@ from gtp_serve.ops import reference
 from gtp_serve.ops.batch import AttentionPlan, Batch, FixedAttention
 from gtp_serve.ops.greedy import Greedy, greedy
 from gtp_serve.ops.paged import plan_paged
+
+
+class RecordedStep(Protocol):
+    """A step's operations with the addresses that they work on."""
+
+    def run(self, *rows: int) -> None:
+        """Carry them out.
+
+        :param rows: tokens, and rows whose logits are wanted, of this run; at most as many as were recorded.
+        """
+        ...
+
+
+class Recorder(Protocol):
+    """Records what functions of one table would do."""
+
+    def record(self, step: Callable[[], Tensor], inputs: Mapping[int, int]) -> tuple[RecordedStep, Tensor]:
+        """Record a step, none of whose operations is carried out; with it the memory of its result.
+
+        :param inputs: by its address, which of the numbers given to ``run`` is the number of rows of an input.
+        :raises EngineFault: part of the step is no operation of this table.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +65,16 @@ class Ops:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     greedy: Callable[[Tensor, int], Greedy]
+    gated_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """``swiglu(linear(...))`` in one; None: one after the other."""
+    logits: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The vocabulary head in float32 throughout; None: as ``linear``, then widened."""
+    add_shared: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """``base + sigmoid(gate) * shared``, or without a gate; None: one after the other."""
+    tabulates_angles: bool = False
+    """Rotary angles are taken from tables by ``embedding``, so that a step computes none."""
+    recorder: Recorder | None = None
+    """Records steps of this table, where it can; on a GPU the device does."""
 
 
 def rotate_and_cache(

@@ -51,10 +51,10 @@ def test_operations_of_nccl_are_recorded_and_replayed() -> None:
 
     capture = CudaCapture("cuda")
     capture.warm_up(step)
-    recorded = capture.record(step)
+    recorded = capture.record(step, ())
     for value in (3.0, 5.0):
         x.fill_(value)
-        assert torch.equal(recorded.replay(), torch.full_like(x, 2 * value + 1))
+        assert torch.equal(recorded.replay(1), torch.full_like(x, 2 * value + 1))
     group.abort()
     os.close(descriptor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +81,7 @@ class StrictCapture(EagerCapture):
     def warm_up(self, step: Callable[[], Tensor]) -> None:
         step()
 
-    def record(self, step: Callable[[], Tensor]) -> EagerStep:
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> EagerStep:
         def recorded() -> Tensor:
             self.library.recording = True
             try:
@@ -89,7 +89,7 @@ class StrictCapture(EagerCapture):
             finally:
                 self.library.recording = False
 
-        return super().record(recorded)
+        return super().record(recorded, inputs)
 
 
 def model_with(ops: Ops, block: int) -> tuple[Decoder, KVPool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -171,7 +171,7 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
     ran: list[int] = []
 
     class NotingCapture(EagerCapture):
-        def record(self, step: Callable[[], Tensor]) -> EagerStep:
+        def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> EagerStep:
             result = step().clone()
 
             def noted() -> Tensor:
@@ -280,7 +280,7 @@ def test_other_changes_of_addresses_are_told_apart_and_many_are_summed_up() -> N
 
 def test_a_size_that_cannot_be_captured_is_left_out_and_said() -> None:
     class SmallMemory(EagerCapture):
-        def record(self, step: Callable[[], Tensor]) -> EagerStep:
+        def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> EagerStep:
             output = step().clone()
             if len(output) > 2:
                 raise torch.OutOfMemoryError("no memory for 4 rows")
@@ -313,7 +313,7 @@ def test_a_decoder_that_asks_the_host_is_not_captured() -> None:
     plain, pool = make_decoder(REFERENCE), make_pool()
     with pytest.raises(UsageError, match="cannot be captured with plain torch"):
         build_graphs(plain, pool, config(), EagerCapture())
-    with pytest.raises(UsageError, match="there are no CUDA graphs on cpu"):
+    with pytest.raises(UsageError, match="on cpu does not record steps"):
         build_graphs(make_decoder(), pool, config())
     assert refusal(plain, config("cuda")) == "attention of plain torch asks the host for lengths"
     moe = MoeConfig(num_experts=4, top_k=2, ffn_size=8)

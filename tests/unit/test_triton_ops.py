@@ -78,8 +78,16 @@ def test_all_kernels_compile_for_two_generations_of_gpus(tmp_path: Path) -> None
     assert max(shared for *_, shared in compiled) <= 99 * 1024
 
 
-def test_a_cpu_gets_the_reference() -> None:
-    assert choose_ops(device="cpu", dtype=torch.float32, head_dim=64) is REFERENCE
+def test_a_cpu_gets_the_native_ops_or_what_was_asked_for_or_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = choose_ops(device="cpu", dtype=torch.bfloat16, head_dim=64)
+    assert native.name.startswith("native ops (")
+    assert choose_ops(device="cpu", dtype=torch.bfloat16, head_dim=64, deterministic=True).name == native.name
+    assert choose_ops(device="cpu", dtype=torch.float32, head_dim=64, attention="torch") is REFERENCE
+    half = choose_ops(device="cpu", dtype=torch.float16, head_dim=64)
+    assert half.name == "plain torch, slow: the native CPU ops do not compute in float16"
+    monkeypatch.setattr("gtp_serve.ops.choice.find_library", lambda: "the native CPU ops were not built")
+    without = choose_ops(device="cpu", dtype=torch.float32, head_dim=64, deterministic=True)
+    assert without.name == "plain torch, deterministic, slow: the native CPU ops were not built"
 
 
 def test_a_gpu_without_triton_gets_plain_torch_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,35 @@
+// All kernels for one instruction set: compiled once for each, with GTP_ISA as its name.
+#include <algorithm>
+
+#include "pool.h"
+#include "simd.h"
+
+// In this order: later ones use earlier ones.
+#include "kernels/gather.h"
+#include "kernels/norm.h"
+#include "kernels/rope.h"
+#include "kernels/swiglu.h"
+#include "kernels/linear.h"
+#include "kernels/attention.h"
+#include "kernels/experts.h"
+#include "kernels/greedy.h"
+
+namespace gtp {
+namespace GTP_ISA {
+
+extern const Kernel kKernels[kKinds];
+const Kernel kKernels[kKinds] = {
+    {gather, nullptr, nullptr},
+    {norm, nullptr, nullptr},
+    {linear, linear_scratch, linear_phases},
+    {rope, nullptr, nullptr},
+    {attention, attention_scratch, attention_phases},
+    {swiglu, nullptr, nullptr},
+    {add_shared, nullptr, nullptr},
+    {route, route_scratch, nullptr},
+    {experts, experts_scratch, experts_phases},
+    {greedy, nullptr, nullptr},
+};
+
+}  // namespace GTP_ISA
+}  // namespace gtp

@@ -1,0 +1,157 @@
+// What attention and experts share: folds of a vector, blocks of keys turned so that lanes are keys, and the exponential
+// of numbers that are at most 0.
+#pragma once
+
+namespace gtp {
+namespace GTP_ISA {
+
+#if defined(__AVX2__) && defined(__FMA__)
+// The lanes in halves, in the order of sum(): i with i + n/2, then i with i + n/4, ...
+template <class F>
+inline float fold(__m256 x, F f) {
+  const __m128 half = f(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 quarter = f(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(f(quarter, _mm_movehdup_ps(quarter)));
+}
+inline float fold_sum(__m256 x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+inline float fold_max(__m256 x) {
+  return fold(x, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+}
+#endif
+
+// Four columns of 32 bits of kLanes rows: quad() puts rows i, i + 4, ... beside one another, 128 bits of each, so that
+// turning needs no step across those 128 bits.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+inline float fold_sum(Vec x) { return fold_sum(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+inline float fold_max(Vec x) { return fold_max(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+inline Vec quad(const uint8_t* const* rows, int64_t offset) {
+  const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+  Vec x = _mm512_castps128_ps512(at(0));
+  x = _mm512_insertf32x4(x, at(4), 1);
+  x = _mm512_insertf32x4(x, at(8), 2);
+  return _mm512_insertf32x4(x, at(12), 3);
+}
+inline void turn(Vec (&x)[4]) {
+  const Vec a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+  const Vec c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+  x[0] = _mm512_shuffle_ps(a, c, 0x44), x[1] = _mm512_shuffle_ps(a, c, 0xee);
+  x[2] = _mm512_shuffle_ps(b, d, 0x44), x[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+// Of pairs of bf16, as they lie in memory: the first and the second of each, wide.
+inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+inline Vec second_of_pairs(Vec x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline Vec quad(const uint8_t* const* rows, int64_t offset) {
+  const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(4), 1);
+}
+inline void turn(Vec (&x)[4]) {
+  const Vec a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+  const Vec c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+  x[0] = _mm256_shuffle_ps(a, c, 0x44), x[1] = _mm256_shuffle_ps(a, c, 0xee);
+  x[2] = _mm256_shuffle_ps(b, d, 0x44), x[3] = _mm256_shuffle_ps(b, d, 0xee);
+}
+inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+inline Vec second_of_pairs(Vec x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), y);
+}
+#else
+inline float fold_sum(Vec x) { return sum(x); }
+inline float fold_max(Vec x) {
+  float largest = x.lane[0];
+  for (int i = 1; i < kLanes; ++i) largest = x.lane[i] > largest ? x.lane[i] : largest;
+  return largest;
+}
+inline Vec quad(const uint8_t* const* rows, int64_t offset) {
+  Vec x;
+  for (int part = 0; part < kLanes / 4; ++part) std::memcpy(x.lane + 4 * part, rows[4 * part] + offset, 16);
+  return x;
+}
+inline void turn(Vec (&x)[4]) {
+  for (int part = 0; part < kLanes; part += 4)
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < i; ++j) std::swap(x[i].lane[part + j], x[j].lane[part + i]);
+}
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline Vec first_of_pairs(Vec x) {
+  return each([&](int i) { return widen(static_cast<bf16>(bits_of(x.lane[i]) & 0xffff)); });
+}
+inline Vec second_of_pairs(Vec x) {
+  return each([&](int i) { return widen(static_cast<bf16>(bits_of(x.lane[i]) >> 16)); });
+}
+inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
+  return each([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i]; });
+}
+#endif
+
+// e^x for x <= 0, otherwise as exp(): 0 below -87.3, NaN for NaN.
+inline Vec exp_of_negative(Vec x) {
+  const Vec lowest = all(-87.33654f);
+  const Vec inside = max(lowest, x);  // the second where one is NaN
+  const Vec n = nearest(mul(inside, all(1.44269504088896341f)));
+  Vec r = fma(n, all(-0.693359375f), inside);
+  r = fma(n, all(2.12194440e-4f), r);
+  Vec y = all(1.9875691500e-4f);
+  y = fma(y, r, all(1.3981999507e-3f));
+  y = fma(y, r, all(8.3334519073e-3f));
+  y = fma(y, r, all(4.1665795894e-2f));
+  y = fma(y, r, all(1.6666665459e-1f));
+  y = fma(y, r, all(5.0000001201e-1f));
+  y = add(fma(mul(r, r), y, r), all(1.0f));
+  return zero_where_below(scaled_by_power(y, n), x, lowest);
+}
+inline float exp_of_negative(float x) {
+  float lane[kLanes];
+  spill(lane, exp_of_negative(all(x)));
+  return lane[0];
+}
+
+// A block of at most `count` rows of `bytes` each, turned: out[word * stride + row] is the word-th 32 bits of a row.
+// Rows past `count`, up to the next kLanes, and what is past `bytes`, up to the next 16, is 0.
+inline void turn_rows(const uint8_t* const* rows, int64_t count, int64_t bytes, float* out, int64_t stride) {
+  alignas(64) static const uint8_t nothing[16] = {};
+  const int64_t whole = bytes / 16 * 16;
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const uint8_t* mine[kLanes];
+    const bool all_there = count - first >= kLanes;
+    if (all_there) {
+      for (int i = 0; i < kLanes; ++i) mine[i] = rows[first + i];
+    }
+    uint8_t kept[kLanes][16];
+    for (int64_t at = 0; at < bytes; at += 16) {
+      Vec x[4];
+      if (all_there && at < whole) {
+        for (int i = 0; i < 4; ++i) x[i] = quad(mine + i, at);
+      } else {
+        const uint8_t* edge[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          edge[i] = nothing;
+          if (first + i >= count) continue;
+          std::memset(kept[i], 0, 16);
+          std::memcpy(kept[i], rows[first + i] + at, std::min<int64_t>(16, bytes - at));
+          edge[i] = kept[i];
+        }
+        for (int i = 0; i < 4; ++i) x[i] = quad(edge + i, 0);
+      }
+      turn(x);
+      for (int i = 0; i < 4; ++i) spill(out + (at / 4 + i) * stride + first, x[i]);
+    }
+  }
+}
+
+}  // namespace GTP_ISA
+}  // namespace gtp

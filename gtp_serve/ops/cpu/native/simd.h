@@ -1,0 +1,208 @@
+// Vectors of float32 with the few operations that kernels need, one definition for each instruction set: this header is
+// compiled once for each, with GTP_ISA as the namespace.  A kernel's sums run over lanes in one fixed order, so a
+// result depends on its own inputs alone; it may differ between instruction sets.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace gtp {
+namespace GTP_ISA {
+
+using bf16 = uint16_t;
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+inline bf16 narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<bf16>((bits >> 16) | 0x40);
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class T>
+inline T rounded(float x);
+template <>
+inline float rounded<float>(float x) { return x; }
+template <>
+inline bf16 rounded<bf16>(float x) { return narrow(x); }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+constexpr int kLanes = 16;
+using Vec = __m512;
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const bf16* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Vec load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store(bf16* p, Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n, n whole and between -126 and 127
+inline Vec scaled_by_power(Vec a, Vec n) {
+  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
+  return mul(a, _mm512_castsi512_ps(power));
+}
+inline void spill(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kLanes = 8;
+using Vec = __m256;
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const bf16* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Vec load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline void store(bf16* p, Vec x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i kept = _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, nan), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n, n whole and between -126 and 127
+inline Vec scaled_by_power(Vec a, Vec n) {
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return mul(a, _mm256_castsi256_ps(power));
+}
+inline void spill(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+#else
+constexpr int kLanes = 8;
+struct Vec {
+  float lane[kLanes];
+};
+template <class F>
+inline Vec each(F f) {
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out.lane[i] = f(i);
+  return out;
+}
+inline Vec zero() { return each([](int) { return 0.0f; }); }
+inline Vec all(float x) { return each([=](int) { return x; }); }
+inline Vec load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline Vec load(const bf16* p) { return each([=](int i) { return widen(p[i]); }); }
+inline Vec load(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+inline void store(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline void store(bf16* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = narrow(x.lane[i]);
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
+inline Vec add(Vec a, Vec b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
+inline Vec sub(Vec a, Vec b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
+inline Vec mul(Vec a, Vec b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
+inline Vec div(Vec a, Vec b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
+inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+inline Vec nearest(Vec a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
+inline Vec scaled_by_power(Vec a, Vec n) {
+  return each([&](int i) { return std::ldexp(a.lane[i], static_cast<int>(n.lane[i])); });
+}
+inline void spill(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
+#endif
+
+// Lanes are added in halves: i and i + n/2, then i and i + n/4, ...
+inline float sum(Vec x) {
+  float lane[kLanes];
+  spill(lane, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+// A vector whose first `count` lanes are read and whose others are 0.
+template <class T>
+inline Vec load_some(const T* p, int64_t count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+template <class T>
+inline void store_some(T* p, Vec x, int64_t count) {
+  T padded[kLanes];
+  store(padded, x);
+  std::memcpy(p, padded, count * sizeof(T));
+}
+
+// e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln(2) / 2, a polynomial of degree 6 for e^r (the
+// coefficients of Cephes' expf).  Below -87.3 it is 0; above 88.3 infinity; NaN stays NaN.
+inline Vec exp(Vec x) {
+  const Vec lowest = all(-87.33654f), highest = all(88.37626f);
+  const Vec inside = min(max(x, lowest), highest);
+  const Vec n = nearest(mul(inside, all(1.44269504088896341f)));
+  Vec r = fma(n, all(-0.693359375f), inside);
+  r = fma(n, all(2.12194440e-4f), r);
+  Vec y = all(1.9875691500e-4f);
+  y = fma(y, r, all(1.3981999507e-3f));
+  y = fma(y, r, all(8.3334519073e-3f));
+  y = fma(y, r, all(4.1665795894e-2f));
+  y = fma(y, r, all(1.6666665459e-1f));
+  y = fma(y, r, all(5.0000001201e-1f));
+  y = add(fma(mul(r, r), y, r), all(1.0f));
+  y = scaled_by_power(y, n);
+  float in[kLanes], out[kLanes];
+  spill(in, x);
+  bool odd = false;
+  for (int i = 0; i < kLanes; ++i) odd |= !(in[i] >= -87.33654f && in[i] <= 88.37626f);
+  if (!odd) return y;
+  spill(out, y);
+  for (int i = 0; i < kLanes; ++i) {
+    if (in[i] != in[i]) out[i] = in[i];
+    if (in[i] < -87.33654f) out[i] = 0.0f;
+    if (in[i] > 88.37626f) out[i] = std::numeric_limits<float>::infinity();
+  }
+  return load(out);
+}
+
+// x / (1 + e^-x)
+inline Vec silu(Vec x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
+inline Vec sigmoid(Vec x) { return div(all(1.0f), add(all(1.0f), exp(sub(zero(), x)))); }
+
+}  // namespace GTP_ISA
+}  // namespace gtp

@@ -1,0 +1,191 @@
+"""Whole passes through a decoder of native ops: the reference's logits, the same bits recorded or not, alone or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import TINY_MODEL
+from hypothesis import given
+from hypothesis import strategies as st
+from native_library import THREADS
+from torch import Tensor
+
+from gtp_serve.config import ModelConfig, MoeConfig
+from gtp_serve.engine.capture import NativeCapture
+from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.errors import EngineFault
+from gtp_serve.kv.pool import KVPool
+from gtp_serve.models.decoder import Decoder, build_decoder
+from gtp_serve.ops.batch import Batch
+from gtp_serve.ops.cpu.native import native_ops
+from gtp_serve.ops.cpu.recording import OnlyRecorded, place
+from gtp_serve.ops.table import REFERENCE, Ops
+
+DENSE = replace(TINY_MODEL, num_layers=3, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, ffn_size=80)
+MODELS = {
+    "dense": DENSE,
+    "biased, with norms of heads": replace(DENSE, qkv_bias=True, qk_norm=True),
+    "windowed": replace(DENSE, sliding_window=7),
+    "mixture": replace(DENSE, moe=MoeConfig(num_experts=6, top_k=2, ffn_size=24)),
+    "mixture with a shared expert": replace(
+        DENSE, moe=MoeConfig(num_experts=6, top_k=2, ffn_size=24, shared_ffn_size=40, shared_gate=True)
+    ),
+}
+BLOCK, BLOCKS = 4, 64
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.12}
+
+
+def make(model: ModelConfig, dtype: torch.dtype, ops: Ops) -> tuple[Decoder, KVPool]:
+    decoder = build_decoder(model, dtype=dtype, device="cpu", ops=ops)
+    generator = torch.Generator().manual_seed(5)
+    for target in decoder.targets():
+        target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2)
+    pool = KVPool(
+        num_layers=model.num_layers,
+        num_blocks=BLOCKS + SCRATCH_BLOCKS,
+        block_size=BLOCK,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    return decoder, pool
+
+
+def batch_of(parts: Sequence[tuple[int, int, int]], width: int = 8) -> Batch:
+    """Of each part: sequence (which owns ``width`` blocks), first position, tokens."""
+    tables = [[(1 + sequence * width + b) % BLOCKS for b in range(width)] for sequence, _, _ in parts]
+    tokens, positions, slots, starts = [], [], [], [0]
+    for (sequence, first, count), table in zip(parts, tables, strict=True):
+        for at in range(first, first + count):
+            tokens.append((sequence * 31 + at * 7) % DENSE.vocab_size)
+            positions.append(at)
+            slots.append(table[at // BLOCK] * BLOCK + at % BLOCK)
+        starts.append(len(tokens))
+    return Batch(
+        token_ids_T=torch.tensor(tokens),
+        positions_T=torch.tensor(positions),
+        slots_T=torch.tensor(slots),
+        query_starts=tuple(starts),
+        context_lens=tuple(first + count for _, first, count in parts),
+        block_tables_SB=torch.tensor(tables),
+        logit_rows_S=torch.tensor(starts[1:]) - 1,
+    )
+
+
+@torch.inference_mode()
+def run(made: tuple[Decoder, KVPool], *parts: tuple[int, int, int]) -> Tensor:
+    decoder, pool = made
+    return decoder.forward(batch_of(parts), pool.keys, pool.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_a_pass_gives_the_reference_s_logits(model: ModelConfig, dtype: torch.dtype) -> None:
+    native, reference = make(model, dtype, native_ops(THREADS)), make(model, dtype, REFERENCE)
+    steps = [
+        [(0, 0, 13)],
+        [(1, 0, 5), (0, 13, 1)],
+        [(1, 5, 9), (2, 0, 3), (0, 14, 1)],
+        [(0, 15, 1), (1, 14, 1), (2, 3, 1)],
+    ]
+    for parts in steps:
+        torch.testing.assert_close(run(native, *parts), run(reference, *parts), rtol=0, atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_however_its_prompt_is_cut(
+    model: ModelConfig, dtype: torch.dtype
+) -> None:
+    alone, mixed = (make(model, dtype, native_ops(THREADS)) for _ in range(2))
+    whole, then = run(alone, (0, 0, 17)), run(alone, (0, 17, 1))
+    run(mixed, (1, 0, 11))
+    run(mixed, (0, 0, 3), (1, 11, 1))
+    run(mixed, (2, 0, 20), (0, 3, 8), (1, 12, 1))
+    cut = run(mixed, (1, 13, 1), (0, 11, 6), (2, 20, 1))
+    assert torch.equal(cut[1], whole[0])
+    assert torch.equal(run(mixed, (2, 21, 1), (1, 14, 1), (0, 17, 1), (3, 0, 1))[2], then[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_one_recorded_program_serves_every_number_of_rows_with_the_bits_of_eager_steps(
+    model: ModelConfig, dtype: torch.dtype
+) -> None:
+    ops = native_ops(THREADS)
+    eager, (decoder, pool) = make(model, dtype, ops), make(model, dtype, ops)
+    assert ops.recorder is not None
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[7], max_blocks=8)
+    assert graphs.capture_next()
+    assert graphs.failures == {}
+    for made in (eager, (decoder, pool)):
+        run(made, *((sequence, 0, 3 + sequence) for sequence in range(7)))
+    for step, count in enumerate((7, 1, 3, 2, 7, 5)):
+        parts = [(sequence, 3 + sequence + step, 1) for sequence in range(count)]
+        for sequence in range(count, 7):  # the others keep up
+            for made in (eager, (decoder, pool)):
+                run(made, (sequence, 3 + sequence + step, 1))
+        assert torch.equal(graphs.replay(batch_of(parts)), run(eager, *parts))
+    assert graphs.replayed == 6
+
+
+def test_weights_that_change_in_place_are_read_by_the_next_replay() -> None:
+    ops = native_ops(THREADS)
+    decoder, pool = make(DENSE, torch.float32, ops)
+    assert ops.recorder is not None
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[2], max_blocks=8)
+    graphs.capture_next()
+    before = graphs.replay(batch_of([(0, 0, 1)])).clone()
+    for target in decoder.targets():
+        target.tensor.mul_(1.5)
+    assert torch.equal(graphs.replay(batch_of([(0, 0, 1)])), run((decoder, pool), (0, 0, 1)))
+    assert not torch.equal(graphs.replay(batch_of([(0, 0, 1)])), before)
+
+
+def test_an_operation_that_a_replay_would_leave_out_cannot_be_recorded() -> None:
+    ops, others = native_ops(THREADS), native_ops(THREADS)
+    recorder = ops.recorder
+    assert recorder is not None
+    x, weight = torch.ones(3, 8), torch.ones(8)
+    with pytest.raises(EngineFault, match="mul"):
+        recorder.record(lambda: x * 2, {x.data_ptr(): 0})
+    with pytest.raises(EngineFault, match="none of its inputs"):
+        recorder.record(lambda: ops.rms_norm(x, weight, 1e-5), {})
+    with pytest.raises(EngineFault, match="comes from elsewhere"):
+        recorder.record(lambda: others.rms_norm(x, weight, 1e-5), {x.data_ptr(): 0})
+
+
+def test_views_and_new_memory_are_no_operations() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    with OnlyRecorded():  # type: ignore[no-untyped-call]
+        assert x[1:].transpose(0, 1).flatten(0, 0).shape == (4, 2)
+        torch.empty(3)
+        with pytest.raises(EngineFault):
+            x.add_(1)
+        with pytest.raises(EngineFault):
+            x.t().contiguous()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, 6), st.integers(1, 500)).map(lambda t: (t[0], t[0] + t[1], t[2])),
+        max_size=24,
+    )
+)
+def test_memory_that_lives_at_one_time_never_overlaps(lives: list[tuple[int, int, int]]) -> None:
+    places = place(lives)
+    for i, (first, last, size) in enumerate(lives):
+        assert places[i] % 64 == 0
+        for j in range(i):
+            if lives[j][0] <= last and first <= lives[j][1]:
+                assert places[j] + lives[j][2] <= places[i] or places[i] + size <= places[j]
+
+
+def test_memory_of_a_chain_of_steps_is_used_again() -> None:
+    lives = [(at, at + 1, 4096) for at in range(100)]
+    places = place(lives)
+    assert max(places) == 4096
