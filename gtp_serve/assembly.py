@@ -21,6 +21,7 @@ from gtp_serve.engine.runner import ForwardPass, ModelRunner
 from gtp_serve.engine.step import StepPlan
 from gtp_serve.errors import EngineFault, EnvironmentFault, LayoutMismatch
 from gtp_serve.kv.pool import KVPool
+from gtp_serve.layers.int8 import Int8Weights
 from gtp_serve.layers.placement import Collective, InRankOrder
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import Checkpoint, SavedOverrides, open_checkpoint
@@ -107,9 +108,20 @@ def fill_decoder(
     return apply_plan(plan, checkpoint.source, targets, threads=threads, progress=advance)
 
 
-def keep_weights(decoder: Decoder) -> WeightStore:
-    """Move the parameters of a decoder, not yet filled, to where updates can exchange them."""
-    return WeightStore(decoder.targets())
+def keep_weights(decoder: Decoder, config: EngineConfig) -> WeightStore:
+    """Move the parameters of a decoder, not yet filled, to where updates can exchange them.
+
+    What is derived from them is computed by the store's ``derive`` when they are filled.
+    """
+    store = WeightStore(decoder.targets())
+    if config.quant == "int8":
+        table = decoder.placement.ops.int8
+        if table is None:
+            raise EnvironmentFault(
+                f"--quant int8 needs the native CPU ops, and this engine has {decoder.placement.ops.name}"
+            )
+        store.attach(Int8Weights(decoder.matrices(), table))
+    return store
 
 
 def rank_weights(

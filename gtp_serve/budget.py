@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gtp_serve.config import DTYPE_BYTES, AttentionBackend, CacheConfig, DType, EngineConfig, ModelConfig
-from gtp_serve.errors import DoesNotFit, EnvironmentFault
+from gtp_serve.config import DTYPE_BYTES, AttentionBackend, CacheConfig, DType, EngineConfig, ModelConfig, Quant
+from gtp_serve.errors import DoesNotFit, EnvironmentFault, UsageError
 from gtp_serve.hardware import Hardware, Memory
 from gtp_serve.layout.ranks import check_ranks, kv_heads_per_rank, rank_elements
 from gtp_serve.layout.spans import Shape
@@ -50,6 +50,8 @@ class MemoryOptions(Protocol):
     def graphs(self) -> bool: ...
     @property
     def attention(self) -> AttentionBackend: ...
+    @property
+    def quant(self) -> Quant: ...
     @property
     def deterministic(self) -> bool: ...
     @property
@@ -95,7 +97,8 @@ def plan_memory(model: ModelConfig, tensors: Mapping[str, Shape], options: Memor
     sharing = tp if device == "cpu" else 1
     max_running = options.max_running or DEFAULT_MAX_RUNNING
     elements = sum(rank_elements(name, shape, model, tp) for name, shape in tensors.items())
-    weights = sharing * elements * DTYPE_BYTES[dtype]
+    _check_quant(options, hardware, device, dtype)
+    weights = sharing * elements * (DTYPE_BYTES[dtype] + (options.quant == "int8"))
     work = sharing * (estimate_work(model, dtype, max_running) + _BACKEND_WORK.get(options.attention, 0))
     block_size = _BLOCK_SIZES.get(options.attention, BLOCK_SIZE)
     per_block = sharing * block_bytes(model, dtype, tp, block_size)
@@ -124,6 +127,7 @@ def plan_memory(model: ModelConfig, tensors: Mapping[str, Shape], options: Memor
         prefix_cache=options.prefix_cache,
         graphs=options.graphs,
         attention=options.attention,
+        quant=options.quant,
         deterministic=options.deterministic,
         refit_memory="staged" if chosen.refit else "inplace",
     )
@@ -160,6 +164,23 @@ def _gpu_memory(hardware: Hardware, tp: int) -> Memory:
             [("try", f"--tp {len(hardware.gpus)} or fewer, or --device cpu")],
         )
     return min((gpu.memory for gpu in hardware.gpus[:tp]), key=lambda memory: memory.available)
+
+
+def _check_quant(options: MemoryOptions, hardware: Hardware, device: str, dtype: DType) -> None:
+    """The int8 form of weights is read by the native CPU ops alone."""
+    if options.quant == "none":
+        return
+    why = None
+    if device != "cpu":
+        why = f"the device is {device}"
+    elif not hardware.native_ops:
+        why = "they were not built with this package"
+    elif options.attention == "torch":
+        why = "--attention-backend torch serves without them"
+    elif dtype == "float16":
+        why = "they do not compute in float16"
+    if why is not None:
+        raise UsageError(f"--quant {options.quant} needs the native CPU ops, and {why}", [("try", "without --quant")])
 
 
 def choose_device(options: MemoryOptions, hardware: Hardware) -> Literal["cpu", "cuda"]:

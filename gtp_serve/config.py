@@ -7,6 +7,7 @@ from typing import Literal
 
 DType = Literal["float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer", "flash-attn"]
+Quant = Literal["none", "int8"]
 RefitMemory = Literal["staged", "inplace"]
 """New weights fill a second set while the first serves, or the live set itself while nothing runs."""
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -130,6 +131,8 @@ class EngineConfig:
     """Capture decode steps where the device and the model allow it."""
     attention: AttentionBackend = "auto"
     """What computes attention on a GPU; "auto" is this package's own kernels and torch's, whatever else is there."""
+    quant: Quant = "none"
+    """Form of the weights that products read; "int8" is derived from the parameters and kept beside them."""
     deterministic: bool = False
     """A token's log-probability has the same bits whatever is computed beside it."""
     refit_memory: RefitMemory = "staged"

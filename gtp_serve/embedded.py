@@ -20,7 +20,7 @@ from gtp_serve.assembly import (
     with_graphs,
 )
 from gtp_serve.budget import plan_memory
-from gtp_serve.config import AttentionBackend, EngineConfig
+from gtp_serve.config import AttentionBackend, EngineConfig, Quant
 from gtp_serve.engine.all_ranks import News
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.grammar import GrammarCompiler
@@ -47,6 +47,7 @@ class EmbeddedOptions:
     prefix_cache: bool
     graphs: bool
     attention: AttentionBackend
+    quant: Quant
     deterministic: bool
     refit_memory: Literal["auto", "staged", "inplace"] = "auto"
     tp: int = 1
@@ -111,9 +112,10 @@ def _grammars(config: EngineConfig, tokenizer: Tokenizer | None) -> GrammarCompi
 def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompiler | None, progress: bool) -> Engine:
     check_device(config)
     decoder = empty_decoder(config)
-    store = keep_weights(decoder)
+    store = keep_weights(decoder, config)
     with Bar("loading", None, unit="bytes", wanted=progress) as bar:
         fill_decoder(decoder, checkpoint, threads=torch.get_num_threads(), progress=bar.show)
+    store.derive(staged=False)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
     runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy_choice(config, decoder))

@@ -58,6 +58,7 @@ class LLM:
     :param kv_memory: bytes, or a size such as ``"4GiB"``; by default what fits.
     :param max_running: sequences in one step.
     :param tokenizer: folder with ``tokenizer.json``, by default the checkpoint's; False: token ids only.
+    :param quant: ``int8`` has products read an int8 form of the weights: faster on a CPU, and less exact.
     :param deterministic: a token's log-probability has the same bits whatever is computed beside it; slower.
     :param graphs: record decode steps and replay them, where the device can.
     :param attention_backend: what computes attention on a GPU; flashinfer and flash-attn are extras.
@@ -81,6 +82,7 @@ class LLM:
         tokenizer: str | Path | Literal[False] | None = None,
         chat_template: str | Path | None = None,
         iteration: int | None = None,
+        quant: Quant = "none",
         deterministic: bool = False,
         prefix_cache: bool = True,
         graphs: bool = True,
@@ -102,6 +104,7 @@ class LLM:
             prefix_cache=prefix_cache,
             graphs=graphs,
             attention=attention_backend,
+            quant=quant,
             deterministic=deterministic,
             refit_memory=refit_memory,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gtp_serve.config import AttentionBackend
+from gtp_serve.config import AttentionBackend, Quant
 
 Flavour = Literal["vllm", "sglang"]
 
@@ -48,6 +48,9 @@ class ServeOptions:
     prefix_cache: bool = True
     graphs: bool = True
     attention: AttentionBackend = "auto"
+    quant: Quant = "none"
+    threads: int | None = None
+    """Of each process that computes; None: one for each core that it may use."""
     deterministic: bool = False
     host: str = "127.0.0.1"
     port: int = 30000

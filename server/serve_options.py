@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from gtp_serve.config import AttentionBackend
+from gtp_serve.config import AttentionBackend, Quant
 from gtp_serve.errors import UsageError
 from gtp_serve.server.admin_key import check_key, read_key
 from gtp_serve.server.options import DEADLINE_SECONDS, Flavour, SavedGrid, ServeOptions
@@ -155,6 +155,8 @@ def to_options(given: Given) -> ServeOptions:
         prefix_cache=given.switch("prefix_cache", True),
         graphs=given.switch("graphs", True),
         attention=given.choice("attention_backend", _ATTENTION, get_args(AttentionBackend), "auto"),
+        quant=given.choice("quant", {}, get_args(Quant), "none"),
+        threads=given.integer("threads", 1, 1024),
         deterministic=given.switch("deterministic", False),
         host=given.text("host") or "127.0.0.1",
         port=30000 if port is None else port,

@@ -91,7 +91,7 @@ def running(
         check_device(config)
         group = None if leader is None else leader.join(lambda meeting: join_group(meeting, device))
         decoder = empty_decoder(config, group)
-        store = keep_weights(decoder)
+        store = keep_weights(decoder, config)
         fill_decoder(decoder, checkpoint, threads=1, progress=lambda done, total: None)
         pool = build_pool(config, decoder)
         if leader is None:

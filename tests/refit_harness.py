@@ -50,11 +50,13 @@ class Rank:
         tp_rank: int = 0,
         tp_size: int = 1,
         dtype: torch.dtype = torch.float32,
+        decoder: Decoder | None = None,
+        store: WeightStore | None = None,
         **options: Any,
     ) -> None:
         self.config = config
-        self.decoder = new_decoder(config, tp_rank, tp_size, dtype)
-        self.store = WeightStore(self.decoder.targets())
+        self.decoder = decoder or new_decoder(config, tp_rank, tp_size, dtype)
+        self.store = store or WeightStore(self.decoder.targets())
         self.disk: dict[str, Callable[[], WeightSource]] = {}
         self.reports: list[Report] = []
         self._heard = threading.Condition()

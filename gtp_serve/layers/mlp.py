@@ -27,6 +27,10 @@ class Mlp:
             return self.down.partial(self.ops.swiglu(self.gate_up(x_TD)))
         return self.down.partial(self.ops.gated_linear(x_TD, self.gate_up.weight, self.gate_up.bias))
 
+    def matrices(self) -> list[Tensor]:
+        """See ``Decoder.matrices``."""
+        return [self.gate_up.weight, self.down.weight]
+
     def targets(self) -> list[Target]:
         """All parameters."""
         return [*self.gate_up.targets(), *self.down.targets()]

@@ -58,6 +58,10 @@ class DecoderLayer:
             return x_TD, self.ffn(normed_TD, routes)
         return x_TD, self.ffn(normed_TD)
 
+    def matrices(self) -> list[Tensor]:
+        """See ``Decoder.matrices``."""
+        return [self.attention.qkv.weight, self.attention.out.weight, *self.ffn.matrices()]
+
     def targets(self) -> list[Target]:
         """All parameters."""
         return targets_of(self.input_norm, self.attention, self.ffn_norm, self.ffn)
@@ -130,6 +134,10 @@ class Decoder:
         self.rotary.prepare(max(batch.context_lens))
         fix = self.placement.ops.fix_attention
         return None if fix is None else fix(batch, block_size, self.config.sliding_window)
+
+    def matrices(self) -> list[Tensor]:
+        """Parameters that activations are multiplied with, [.., K]; not the routers, whose choice no rounding may turn."""
+        return [matrix for layer in self.layers for matrix in layer.matrices()] + [self.head.weight]
 
     def targets(self) -> list[Target]:
         """All parameters of this rank with their spans; a tied head is not a parameter of its own."""

@@ -47,6 +47,11 @@ class MoeBlock:
             return self.ops.add_shared(out_TD, shared_TD, gate_T1)
         return out_TD + (shared_TD if gate_T1 is None else self.ops.sigmoid(gate_T1) * shared_TD)
 
+    def matrices(self) -> list[Tensor]:
+        """See ``Decoder.matrices``."""
+        shared = [] if self.shared is None else self.shared.matrices()
+        return [self.experts.gate_up_XFD, self.experts.down_XDF, *shared]
+
     def targets(self) -> list[Target]:
         """All parameters."""
         return targets_of(self.router, self.experts, self.shared, self.shared_gate)

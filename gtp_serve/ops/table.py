@@ -73,6 +73,8 @@ class Ops:
     """``base + sigmoid(gate) * shared``, or without a gate; None: one after the other."""
     tabulates_angles: bool = False
     """Rotary angles are taken from tables by ``embedding``, so that a step computes none."""
+    int8: dict[int, tuple[Tensor, Tensor]] | None = None
+    """By the address of a weight, rows and scales that products read instead; None: this table has no such form."""
     recorder: Recorder | None = None
     """Records steps of this table, where it can; on a GPU the device does."""
 

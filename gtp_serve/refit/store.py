@@ -6,8 +6,9 @@ ever moves.  What a decoder computes from its configuration (rotary tables) is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,6 +18,32 @@ from gtp_serve.refit.arena import Arena, open_arena
 
 _ALIGNMENT = 256
 """Bytes: whole cache lines on a CPU, whole memory transactions on a GPU."""
+
+
+class Derived(Protocol):
+    """What is computed from parameters and serves in their place, of both sets."""
+
+    def make(self, live: Tensor, source: Tensor, *, staged: bool, keep_on: Callable[[], None]) -> None:
+        """Compute what belongs to one parameter anew.
+
+        :param live: the parameter.
+        :param source: its values: itself, or what stands for it in the staged set.
+        :param staged: write beside what serves.
+        :param keep_on: to be called again and again; may raise.
+        """
+        ...
+
+    def swap(self) -> None:
+        """Exchange the two sets' contents."""
+        ...
+
+    def release_live(self) -> int:
+        """Give its memory back; bytes given back."""
+        ...
+
+    def release_staged(self) -> int:
+        """The same of the other set."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +79,22 @@ class WeightStore:
             place.tensor.data = self._arena.live(place.start, place.tensor)
         self.live = tuple(cut.target(self._places[cut.owner].tensor) for cut in self._cuts)
         self._staged: tuple[Target, ...] | None = None
+        self._derived: Derived | None = None
+
+    def attach(self, derived: Derived) -> None:
+        """Keep this in step with the parameters; ``derive`` computes it."""
+        self._derived = derived
+
+    def derive(self, *, staged: bool, keep_on: Callable[[], None] = lambda: None) -> None:
+        """Compute what is derived from a set, which was filled.
+
+        :param keep_on: called again and again; may raise.
+        """
+        if self._derived is None:
+            return
+        for place in self._places:
+            source = self._arena.staged(place.start, place.tensor) if staged else place.tensor
+            self._derived.make(place.tensor, source, staged=staged, keep_on=keep_on)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -72,15 +115,19 @@ class WeightStore:
     def swap(self) -> None:
         """Exchange the two sets' contents.  No step may be running, and nobody may be reading or writing either."""
         self._arena.swap()
+        if self._derived is not None:
+            self._derived.swap()
 
     def release_staged(self) -> int:
         """Give the second set's memory back; its contents are gone.  Bytes given back."""
         self._staged = None
-        return self._arena.release_staged()
+        more = 0 if self._derived is None else self._derived.release_staged()
+        return more + self._arena.release_staged()
 
     def release_live(self) -> int:
         """Give the live set's memory back where that can be done without moving it.  Bytes given back."""
-        return self._arena.release_live()
+        more = 0 if self._derived is None else self._derived.release_live()
+        return more + self._arena.release_live()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

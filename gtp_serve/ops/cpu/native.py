@@ -31,6 +31,8 @@ class Native:
 
     def __init__(self, threads: Threads) -> None:
         self.threads = threads
+        self.int8: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the address of a weight, its rows as int8 and their scales, which are read instead of it."""
         self._recording: Recording | None = None
 
     def record(self, step: Callable[[], Tensor], inputs: Mapping[int, int]) -> tuple[Program, Tensor]:
@@ -101,8 +103,9 @@ class Native:
     ) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() != 2 else x
         out = self._empty((rows.shape[0], weight.shape[0] // (2 if gated else 1)), out_dtype, rows)
+        weight, scale = self.int8.get(weight.data_ptr(), (weight, None))
         op = structs.Linear(
-            **_pointers(x=rows, weight=weight, bias=bias, out=out),
+            **_pointers(x=rows, weight=weight, bias=bias, scale=scale, out=out),
             in_size=weight.shape[1],
             out_size=weight.shape[0],
             x_row=rows.stride(0),
@@ -113,7 +116,7 @@ class Native:
             out_dtype=_CODES[out_dtype],
             swiglu=gated,
         )
-        self._emit(op, rows, weight, out, *(() if bias is None else (bias,)))
+        self._emit(op, rows, weight, out, *(t for t in (bias, scale) if t is not None))
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -248,9 +251,12 @@ class Native:
         if not (gate_up_XFD.is_contiguous() and down_XDF.is_contiguous()):
             raise ValueError("stacks of experts must be contiguous")
         out = self._empty(x_TD.shape, x_TD.dtype, x_TD)
+        gate_up_XFD, gate_up_XF = self.int8.get(gate_up_XFD.data_ptr(), (gate_up_XFD, None))
+        down_XDF, down_XD = self.int8.get(down_XDF.data_ptr(), (down_XDF, None))
         op = structs.Experts(
             **_pointers(x=x_TD, weights=weights_TC, experts=experts_TC),
             **_pointers(gate_up=gate_up_XFD, down=down_XDF, out=out),
+            **_pointers(gate_up_scale=gate_up_XF, down_scale=down_XD),
             size=x_TD.shape[1],
             ffn=down_XDF.shape[2],
             num_experts=down_XDF.shape[0],
@@ -259,7 +265,8 @@ class Native:
             dtype=_CODES[x_TD.dtype],
             weight_dtype=_CODES[gate_up_XFD.dtype],
         )
-        self._emit(op, x_TD, weights_TC, experts_TC, gate_up_XFD, down_XDF, out)
+        scales = [t for t in (gate_up_XF, down_XD) if t is not None]
+        self._emit(op, x_TD, weights_TC, experts_TC, gate_up_XFD, down_XDF, out, *scales)
         return out
 
     def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
@@ -330,6 +337,7 @@ def native_ops(threads: Threads) -> Ops:
         name=f"native ops ({threads.instruction_set}, {threads.count} threads)",
         capturable=True,
         captures_experts=True,
+        int8=native.int8,
         recorder=native,
         tabulates_angles=True,
         rms_norm=native.rms_norm,

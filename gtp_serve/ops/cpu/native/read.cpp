@@ -51,7 +51,7 @@ struct ReadOutcome {
 
 constexpr int64_t kPage = 4096;
 #ifndef PIECE
-#define PIECE 128
+#define PIECE 64
 #endif
 constexpr int64_t kPiece = PIECE << 10;
 // Unwanted bytes between two rows that are read along: as dear as one more call.

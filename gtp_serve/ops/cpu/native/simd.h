@@ -75,6 +75,15 @@ inline Vec scaled_by_power(Vec a, Vec n) {
   return mul(a, _mm512_castsi512_ps(power));
 }
 inline void spill(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+// Of 2 * kLanes bf16, those at even and at odd places.
+inline Vec load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+inline Vec load_odd(const bf16* p) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper));
+}
+#if defined(__AVX512BF16__)
+inline __m512bh load_pairs(const bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+#endif
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 using Vec = __m256;
@@ -113,6 +122,14 @@ inline Vec scaled_by_power(Vec a, Vec n) {
   return mul(a, _mm256_castsi256_ps(power));
 }
 inline void spill(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+// Of 2 * kLanes bf16, those at even and at odd places.
+inline Vec load_even(const bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+}
+inline Vec load_odd(const bf16* p) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), upper));
+}
 #else
 constexpr int kLanes = 8;
 struct Vec {
@@ -155,6 +172,30 @@ inline float sum(Vec x) {
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   return lane[0];
 }
+
+#if defined(__AVX2__) && defined(__FMA__)
+// Lanes i and i + 4, after i and i + 8 where there are so many.
+inline __m128 quarter(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+#if defined(__AVX512DQ__)
+inline __m128 quarter(__m512 x) {
+  return quarter(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
+#endif
+// sums[i] = sum(x[i]) for four vectors.
+inline void sum_four(const Vec* x, float* sums) {
+  const __m128 a = quarter(x[0]), b = quarter(x[1]), c = quarter(x[2]), d = quarter(x[3]);
+  const __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
+  const __m128 cd = _mm_add_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+}
+#else
+inline void sum_four(const Vec* x, float* sums) {
+  for (int i = 0; i < 4; ++i) sums[i] = sum(x[i]);
+}
+#endif
+
+// Asks for a line of memory to be brought near; the address need not be anybody's.
+inline void prefetch(uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address)); }
 
 // A vector whose first `count` lanes are read and whose others are 0.
 template <class T>

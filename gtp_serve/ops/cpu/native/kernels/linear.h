@@ -1,97 +1,192 @@
-// x @ weight.T for weights as they lie.  Each output is one dot product, its terms added in an order that in_size alone
-// decides: neither the number of rows nor who computes beside it changes a bit.
+// x @ weight.T for weights as they lie.  Each output is one dot product, its terms added in the order of linear_order.h:
+// neither the number of rows nor who computes beside it changes a bit.
+//
+// Activations are arranged once, by each thread for itself where they are few, else in a phase of their own.  Then
+// threads take pieces, blocks of outputs by blocks of rows; in a piece a strip of weights meets all rows, one tile after
+// the other.  A strip that costs arithmetic to read is widened once for many rows.
 #pragma once
+
+#include "linear_order.h"
+#include "linear_tile.h"
+#include "linear_output.h"
 
 namespace gtp {
 namespace GTP_ISA {
 
-// The order: kChains running sums, the vector of lanes i going to chain (i % kChains); chains are added in pairs.
-constexpr int kChains = 4;
+constexpr int64_t kAlone = 8192;              // activations that a thread arranges faster than it passes a barrier
+constexpr int64_t kWidenRows = 5;             // rows for which a strip is widened
+constexpr int64_t kStripBytes = 64 << 10;     // of widened weights: stays in the second cache
+constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece, likewise
+constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
 
-template <class X, class W>
-inline float dot(const X* x, const W* w, int64_t size) {
-  Vec chain[kChains] = {zero(), zero(), zero(), zero()};
-  int64_t at = 0;
-  for (; at + kChains * kLanes <= size; at += kChains * kLanes)
-    for (int i = 0; i < kChains; ++i)
-      chain[i] = fma(load(x + at + i * kLanes), load(w + at + i * kLanes), chain[i]);
-  for (int i = 0; at < size; at += kLanes, ++i) {
-    const int64_t left = size - at;
-    chain[i] = left >= kLanes ? fma(load(x + at), load(w + at), chain[i])
-                              : fma(load_some(x + at, left), load_some(w + at, left), chain[i]);
-  }
-  return sum(add(add(chain[0], chain[1]), add(chain[2], chain[3])));
+// How one linear is cut up; of its shape and of the number of threads, none of which changes a result.
+struct LinearPlan {
+  int64_t outputs, parts;  // parts: 2 where gate and up make one output
+  int64_t x_row;           // elements of an arranged row
+  bool alone, widen;
+  int64_t strip;             // rows of weights
+  int64_t columns, rows;     // of a piece
+  int64_t row_blocks, pieces;
+  size_t x_bytes, strip_bytes, y_bytes;
+};
+
+constexpr size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+template <class O>
+inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) {
+  LinearPlan plan{};
+  plan.parts = o.swiglu ? 2 : 1;
+  plan.outputs = o.out_size / plan.parts;
+  plan.x_row = arranged_size<O>(o.in_size);
+  plan.alone = rows * o.in_size <= kAlone;
+  plan.widen = O::kWidens && rows >= kWidenRows;
+  const int64_t wide_row = plan.x_row * static_cast<int64_t>(sizeof(float));
+  plan.strip = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(wide_row, 1), 1, 4) * kTileColumns;
+  plan.columns = kHeadBlock;
+  while (!o.partials && plan.columns > 16 && plan.outputs < plan.columns * threads * 8) plan.columns /= 2;
+  const int64_t fitting = kRowsBytes / std::max<int64_t>(plan.x_row * sizeof(typename O::Packed), 1);
+  plan.rows = std::min(rows, std::clamp<int64_t>(fitting / kTileRows, 8, 64) * kTileRows);
+  plan.row_blocks = plan.rows ? (rows + plan.rows - 1) / plan.rows : 0;
+  plan.pieces = (plan.outputs + plan.columns - 1) / plan.columns * plan.row_blocks;
+  plan.x_bytes = padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
+  plan.strip_bytes = plan.widen ? padded_bytes(plan.strip * wide_row) : 0;
+  plan.y_bytes = padded_bytes(plan.rows * plan.parts * plan.columns * sizeof(float));
+  return plan;
 }
 
-// One output before it is rounded.
-template <class T, class W>
-inline float output(const LinearOp& o, int64_t row, int64_t column) {
-  const T* x = static_cast<const T*>(o.x) + row * o.x_row;
-  float y = dot(x, static_cast<const W*>(o.weight) + column * o.weight_row, o.in_size);
-  if (o.scale) y *= o.scale[column];
-  if (o.bias) y += widen(static_cast<const T*>(o.bias)[column]);
-  return y;
-}
-
-inline Partial partial_of(const float* logits, int64_t count, int64_t first_id) {
-  Partial found{logits[0], 0.0f, first_id};
-  bool finite = true;
-  for (int64_t at = 0; at < count; ++at) {
-    finite &= std::isfinite(logits[at]);
-    if (logits[at] > found.largest) found.largest = logits[at], found.id = first_id + at;
-  }
-  if (!finite) {
-    found.largest = std::numeric_limits<float>::quiet_NaN();
-    return found;
-  }
-  Vec total = zero();
-  int64_t at = 0;
-  for (; at + kLanes <= count; at += kLanes) total = add(total, exp(sub(load(logits + at), all(found.largest))));
-  found.sum = sum(total);
-  for (; at < count; ++at) found.sum += std::exp(logits[at] - found.largest);
-  return found;
-}
-
-template <class T, class W>
-inline void linear_rows(const LinearOp& o, const Context& context) {
-  const int64_t blocks = (o.vocab + kHeadBlock - 1) / kHeadBlock;
-  const int64_t outputs = o.swiglu ? o.out_size / 2 : o.out_size;
-  for (int64_t first; (first = context.next(kHeadBlock)) < outputs;) {
-    const int64_t stop = std::min(first + kHeadBlock, outputs);
-    for (int64_t row = 0; row < context.rows; ++row) {
-      for (int64_t column = first; column < stop; ++column) {
-        const float y = output<T, W>(o, row, column);
-        const int64_t at = row * o.out_row + column;
-        if (o.swiglu) {
-          const Vec gate = all(widen(rounded<T>(y))), up = all(widen(rounded<T>(output<T, W>(o, row, outputs + column))));
-          store_some(static_cast<T*>(o.out) + at, mul(through<T>(silu(gate)), up), 1);
-        } else if (o.out_dtype == kF32) {
-          static_cast<float*>(o.out)[at] = y;
-        } else {
-          static_cast<T*>(o.out)[at] = rounded<T>(y);
-        }
-      }
-      if (o.partials && first < o.vocab)
-        static_cast<Partial*>(o.partials)[row * blocks + first / kHeadBlock] = partial_of(
-            static_cast<const float*>(o.out) + row * o.out_row + first, std::min(stop, o.vocab) - first, first);
+// The products of `rows` arranged rows with `columns` rows of weights, which are read as they lie.
+// following: weights that are wanted next.
+template <class O>
+inline void straight_products(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
+                              int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
+                              const typename O::Weight* following) {
+  constexpr int kBytes = sizeof(typename O::Weight);
+  const bool side_by_side = kRowColumns * w_row * kBytes <= kNear;
+  int taken;
+  for (int64_t n = 0; n < columns; n += taken) {
+    const int64_t left = columns - n;
+    taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns))
+                     : side_by_side && left >= kRowColumns ? kRowColumns : 1;
+    const auto* here = w + n * w_row;
+    const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
+    const auto ahead = side_by_side ? next : reinterpret_cast<uintptr_t>(here) + kNear / 4;
+    for (int64_t m = 0; m < rows;) {
+      const int high = tile_rows(rows - m);
+      const auto* inputs = x + m * x_row;
+      if (m == 0)
+        any_tile<O, kBytes>(high, taken, inputs, x_row, here, w_row, size, y + n, y_row, ahead);
+      else
+        any_tile<O, 0>(high, taken, inputs, x_row, here, w_row, size, y + m * y_row + n, y_row, 0);
+      m += high;
     }
   }
 }
 
-template <class T>
-inline void linear_of(const LinearOp& o, const Context& context) {
-  if (o.weight_dtype == kI8) return linear_rows<T, int8_t>(o, context);
-  if (o.weight_dtype == kBF16) return linear_rows<T, bf16>(o, context);
-  linear_rows<T, float>(o, context);
+// The same, weights widened strip by strip.
+template <class O>
+inline void widened_products(const LinearPlan& plan, const float* x, int64_t rows, const typename O::Weight* w,
+                             int64_t w_row, int64_t columns, int64_t size, float* strip, float* y, int64_t y_row,
+                             const typename O::Weight* following) {
+  using Wide = Straight<float>;
+  constexpr int kBytes = sizeof(typename O::Weight);
+  for (int64_t first = 0; first < columns; first += plan.strip) {
+    const int64_t high = std::min(plan.strip, columns - first);
+    for (int64_t n = 0; n < high; ++n) arrange_row<O>(w + (first + n) * w_row, size, strip + n * plan.x_row);
+    const auto* next = first + high < columns ? w + (first + high) * w_row : following;
+    for (int64_t m = 0; m < rows;) {
+      const int tall = tile_rows(rows - m);
+      for (int64_t n = 0; n < high; n += kTileColumns) {
+        const int wide = static_cast<int>(std::min<int64_t>(high - n, kTileColumns));
+        float* to = y + m * y_row + first + n;
+        if (m == 0)
+          any_tile<Wide, kBytes>(tall, wide, x, plan.x_row, strip + n * plan.x_row, plan.x_row, plan.x_row, to, y_row,
+                                 reinterpret_cast<uintptr_t>(next + n * w_row));
+        else
+          any_tile<Wide, 0>(tall, wide, x + m * plan.x_row, plan.x_row, strip + n * plan.x_row, plan.x_row,
+                            plan.x_row, to, y_row, 0);
+      }
+      m += tall;
+    }
+  }
+}
+
+template <class T, class W>
+inline void linear_pieces(const LinearOp& o, const Context& context) {
+  using O = Order<T, W>;
+  using Packed = typename O::Packed;
+  const LinearPlan plan = plan_linear<O>(o, context.rows, context.threads);
+  const auto arrange = [&](int64_t row, Packed* to) {
+    arrange_row<O>(static_cast<const T*>(o.x) + row * o.x_row, o.in_size, to + row * plan.x_row);
+  };
+  auto* x = reinterpret_cast<Packed*>(plan.alone ? context.own : context.shared);
+  if (!plan.alone && context.phase == 0) {
+    for (int64_t row; (row = context.next()) < context.rows;) arrange(row, x);
+    return;
+  }
+  if (plan.alone)
+    for (int64_t row = 0; row < context.rows; ++row) arrange(row, x);
+  uint8_t* const own = context.own + (plan.alone ? plan.x_bytes : 0);
+  auto* strip = reinterpret_cast<float*>(own);
+  auto* y = reinterpret_cast<float*>(own + plan.strip_bytes);
+  const int64_t y_row = plan.parts * plan.columns;
+  const auto* weights = static_cast<const W*>(o.weight);
+  const auto weights_of = [&](int64_t piece) { return weights + piece / plan.row_blocks * plan.columns * o.weight_row; };
+  // The piece after this one is taken beforehand, so that its weights are on their way when it begins.
+  int64_t piece = context.next();
+  while (piece < plan.pieces) {
+    const int64_t later = context.next();
+    const W* const following = weights_of(later < plan.pieces ? later : piece);
+    const int64_t first = piece / plan.row_blocks * plan.columns, stop = std::min(first + plan.columns, plan.outputs);
+    const int64_t row = piece % plan.row_blocks * plan.rows, rows = std::min(plan.rows, context.rows - row);
+    for (int64_t part = 0; part < plan.parts; ++part) {
+      const W* here = weights + (part * plan.outputs + first) * o.weight_row;
+      const W* next = part + 1 < plan.parts ? here + plan.outputs * o.weight_row : following;
+      float* to = y + part * plan.columns;
+      if constexpr (O::kWidens) {
+        if (plan.widen) {
+          widened_products<O>(plan, x + row * plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, strip, to,
+                              y_row, next);
+          continue;
+        }
+      }
+      straight_products<O>(x + row * plan.x_row, plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, to,
+                           y_row, next);
+    }
+    for (int64_t m = 0; m < rows; ++m)
+      put_row<T>(o, row + m, first, stop, y + m * y_row, y + m * y_row + plan.columns);
+    piece = later;
+  }
+}
+
+// f(T(), W()) for the types of an operation.
+template <class F>
+inline auto with_types(const LinearOp& o, F f) {
+  const auto with_weight = [&](auto x) {
+    if (o.weight_dtype == kI8) return f(x, int8_t());
+    if (o.weight_dtype == kBF16) return f(x, bf16());
+    return f(x, float());
+  };
+  return o.dtype == kBF16 ? with_weight(bf16()) : with_weight(float());
 }
 
 inline void linear(const Op& op, const Context& context) {
   const auto& o = static_cast<const LinearOp&>(op);
-  o.dtype == kBF16 ? linear_of<bf16>(o, context) : linear_of<float>(o, context);
+  with_types(o, [&](auto x, auto w) { linear_pieces<decltype(x), decltype(w)>(o, context); });
 }
 
-inline Scratch linear_scratch(const Op&, int64_t, int) { return {}; }
-inline int linear_phases(const Op&, int64_t) { return 1; }
+inline LinearPlan plan_of(const LinearOp& o, int64_t rows, int64_t threads) {
+  return with_types(o, [&](auto x, auto w) { return plan_linear<Order<decltype(x), decltype(w)>>(o, rows, threads); });
+}
+
+inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {
+  const LinearPlan plan = plan_of(static_cast<const LinearOp&>(op), rows, threads);
+  const size_t own = plan.strip_bytes + plan.y_bytes;
+  return plan.alone ? Scratch{0, own + plan.x_bytes} : Scratch{plan.x_bytes, own};
+}
+
+inline int linear_phases(const Op& op, int64_t rows) {
+  return rows * static_cast<const LinearOp&>(op).in_size <= kAlone ? 1 : 2;
+}
 
 }  // namespace GTP_ISA
 }  // namespace gtp

@@ -1,0 +1,133 @@
+// In which order the terms of a dot product are added.  It is a matter of the instruction set, of the types and of the
+// product's own length; every path of linear.h, whatever its blocking, adds in this order and so gives the same bits.
+//
+// A row is read in steps.  A step holds terms for two chains, vectors of running sums; at the end the chains are added,
+// then the lanes in halves (as in sum()).  Terms past the end of a row are 0 * 0.  An order tells
+//   Packed    what a row of activations is kept as, once arranged and padded with zeros to whole steps
+//   kStep     elements of a step
+//   weights   the two terms at a place of a weight's row, as it lies
+//   inputs    the two that belong to them, of an arranged row
+//   add       a term of each multiplied and added to a chain
+//   arrange   a whole step
+// and kWidens whether weights() costs enough arithmetic to keep wide copies of a few rows for many rows of activations.
+#pragma once
+
+namespace gtp {
+namespace GTP_ISA {
+
+// Terms lie as they are used: the first kLanes elements of a step belong to the first chain.
+template <class W>
+struct Straight {
+  using Weight = W;
+  using Packed = float;
+  using Term = Vec;
+  static constexpr int kStep = 2 * kLanes;
+  static constexpr bool kWidens = sizeof(W) < sizeof(float);
+  template <int kChain>
+  static Term weights(const W* p) { return load(p + kChain * kLanes); }
+  template <int kChain>
+  static Term inputs(const float* p) { return load(p + kChain * kLanes); }
+  static Vec add(Term a, Term b, Vec chain) { return fma(a, b, chain); }
+  template <class X>
+  static void arrange(const X* from, float* to) {
+    spill(to, load(from)), spill(to + kLanes, load(from + kLanes));
+  }
+};
+
+#if defined(__AVX2__) && defined(__FMA__)
+// bf16 in pairs: widening those at even places is a shift, those at odd places a mask, neither moves across lanes.  The
+// even places of a step are the first chain's.
+struct Paired {
+  using Weight = bf16;
+  using Packed = float;
+  using Term = Vec;
+  static constexpr int kStep = 2 * kLanes;
+  static constexpr bool kWidens = true;
+  template <int kChain>
+  static Term weights(const bf16* p) { return kChain ? load_odd(p) : load_even(p); }
+  template <int kChain>
+  static Term inputs(const float* p) { return load(p + kChain * kLanes); }
+  static Vec add(Term a, Term b, Vec chain) { return fma(a, b, chain); }
+  static void arrange(const bf16* from, float* to) { spill(to, load_even(from)), spill(to + kLanes, load_odd(from)); }
+  static void arrange(const float* from, float* to) {
+    for (int i = 0; i < kLanes; ++i) to[i] = from[2 * i], to[kLanes + i] = from[2 * i + 1];
+  }
+};
+#endif
+
+#if defined(__AVX512BF16__)
+// Two products of bf16 in one instruction: a lane of a chain takes two neighbours.
+struct Dotted {
+  using Weight = bf16;
+  using Packed = bf16;
+  using Term = __m512bh;
+  static constexpr int kStep = 4 * kLanes;
+  static constexpr bool kWidens = false;
+  template <int kChain>
+  static Term weights(const bf16* p) { return load_pairs(p + kChain * 2 * kLanes); }
+  template <int kChain>
+  static Term inputs(const bf16* p) { return load_pairs(p + kChain * 2 * kLanes); }
+  static Vec add(Term a, Term b, Vec chain) { return _mm512_dpbf16_ps(chain, a, b); }
+  static void arrange(const bf16* from, bf16* to) { std::memcpy(to, from, kStep * sizeof(bf16)); }
+};
+#endif
+
+template <class X, class W>
+struct OrderOf {
+  using Type = Straight<W>;
+};
+#if defined(__AVX2__) && defined(__FMA__)
+template <class X>
+struct OrderOf<X, bf16> {
+  using Type = Paired;
+};
+#endif
+#if defined(__AVX512BF16__)
+template <>
+struct OrderOf<bf16, bf16> {
+  using Type = Dotted;
+};
+#endif
+template <class X, class W>
+using Order = typename OrderOf<X, W>::Type;
+
+// Elements of an arranged row.
+template <class O>
+inline int64_t arranged_size(int64_t size) { return (size + O::kStep - 1) / O::kStep * O::kStep; }
+
+// `from` as O reads it, to `to`, arranged_size() elements and 64-byte aligned.
+template <class O, class X>
+inline void arrange_row(const X* from, int64_t size, typename O::Packed* to) {
+  int64_t at = 0;
+  for (; at + O::kStep <= size; at += O::kStep) O::arrange(from + at, to + at);
+  if (at == size) return;
+  X padded[O::kStep] = {};
+  std::memcpy(padded, from + at, (size - at) * sizeof(X));
+  O::arrange(padded, to + at);
+}
+
+// One product, for those who need few: what a tile gives for the same row and weights.
+template <class X, class W>
+inline float dot(const X* x, const W* w, int64_t size) {
+  using O = Order<X, W>;
+  Vec first = zero(), second = zero();
+  alignas(64) typename O::Packed arranged[O::kStep];
+  const auto step = [&](const X* terms, const W* weights) {
+    O::arrange(terms, arranged);
+    first = O::add(O::template inputs<0>(arranged), O::template weights<0>(weights), first);
+    second = O::add(O::template inputs<1>(arranged), O::template weights<1>(weights), second);
+  };
+  int64_t at = 0;
+  for (; at + O::kStep <= size; at += O::kStep) step(x + at, w + at);
+  if (at < size) {
+    X terms[O::kStep] = {};
+    W weights[O::kStep] = {};
+    std::memcpy(terms, x + at, (size - at) * sizeof(X));
+    std::memcpy(weights, w + at, (size - at) * sizeof(W));
+    step(terms, weights);
+  }
+  return sum(add(first, second));
+}
+
+}  // namespace GTP_ISA
+}  // namespace gtp

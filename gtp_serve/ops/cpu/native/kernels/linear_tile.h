@@ -1,0 +1,99 @@
+// A tile of outputs: a few rows of activations by a few rows of weights, their running sums in registers.
+#pragma once
+
+namespace gtp {
+namespace GTP_ISA {
+
+// As many as registers hold two chains of each product, and what is multiplied.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 4, kTileColumns = 3;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3, kTileColumns = 2;
+#else
+constexpr int kTileRows = 2, kTileColumns = 1;
+#endif
+// Columns of a tile of one row.
+constexpr int kRowColumns = 4;
+
+// y[m * y_row + n] = the product of x[m * x_row ...], an arranged row, and w[n * w_row ...] of `size` elements.
+// Meanwhile the rows of weights that begin at `ahead` are fetched, in the order in which they lie: memory is read as
+// one stream, although several rows are in use at once.  kFetch: bytes of each of those weights, 0 to fetch none; it
+// may reach past the end of anything, a fetch of nothing is no fault.
+template <class O, int kRows, int kColumns, int kFetch>
+inline void tile(const typename O::Packed* x, int64_t x_row, const typename O::Weight* w, int64_t w_row, int64_t size,
+                 float* y, int64_t y_row, uintptr_t ahead) {
+  using W = typename O::Weight;
+  Vec first[kRows][kColumns], second[kRows][kColumns];
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kColumns; ++n) first[m][n] = second[m][n] = zero();
+  const auto step = [&](const typename O::Packed* inputs, const W* weights, int64_t weights_row) {
+    typename O::Term term[kRows];
+    for (int m = 0; m < kRows; ++m) term[m] = O::template inputs<0>(inputs + m * x_row);
+    for (int n = 0; n < kColumns; ++n) {
+      const auto weight = O::template weights<0>(weights + n * weights_row);
+      for (int m = 0; m < kRows; ++m) first[m][n] = O::add(term[m], weight, first[m][n]);
+    }
+    for (int m = 0; m < kRows; ++m) term[m] = O::template inputs<1>(inputs + m * x_row);
+    for (int n = 0; n < kColumns; ++n) {
+      const auto weight = O::template weights<1>(weights + n * weights_row);
+      for (int m = 0; m < kRows; ++m) second[m][n] = O::add(term[m], weight, second[m][n]);
+    }
+  };
+  constexpr int kBytes = kColumns * O::kStep * kFetch;
+  int64_t at = 0;
+  for (; at + O::kStep <= size; at += O::kStep) {
+    if constexpr (kFetch > 0) {
+      for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
+      ahead += kBytes;
+    }
+    step(x + at, w + at, w_row);
+  }
+  if (at < size) {
+    W padded[kColumns * O::kStep] = {};
+    for (int n = 0; n < kColumns; ++n)
+      std::memcpy(padded + n * O::kStep, w + n * w_row + at, (size - at) * sizeof(W));
+    step(x + at, padded, O::kStep);
+  }
+  constexpr int kCount = kRows * kColumns;
+  Vec total[(kCount + 3) / 4 * 4];
+  for (int i = 0; i < kCount; ++i) total[i] = add(first[i / kColumns][i % kColumns], second[i / kColumns][i % kColumns]);
+  for (int i = kCount; i < (kCount + 3) / 4 * 4; ++i) total[i] = zero();
+  float sums[(kCount + 3) / 4 * 4];
+  for (int i = 0; i < kCount; i += 4) sum_four(total + i, sums + i);
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = sums[m * kColumns + n];
+}
+
+
+template <class O, int kFetch, int kRows>
+inline void tile_of_columns(int columns, const typename O::Packed* x, int64_t x_row, const typename O::Weight* w,
+                            int64_t w_row, int64_t size, float* y, int64_t y_row, uintptr_t ahead) {
+  if constexpr (kRows == 1)
+    if (columns == kRowColumns) return tile<O, 1, kRowColumns, kFetch>(x, x_row, w, w_row, size, y, y_row, ahead);
+  if constexpr (kTileColumns >= 3)
+    if (columns == 3) return tile<O, kRows, 3, kFetch>(x, x_row, w, w_row, size, y, y_row, ahead);
+  if constexpr (kTileColumns >= 2)
+    if (columns == 2) return tile<O, kRows, 2, kFetch>(x, x_row, w, w_row, size, y, y_row, ahead);
+  tile<O, kRows, 1, kFetch>(x, x_row, w, w_row, size, y, y_row, ahead);
+}
+
+// `rows` up to kTileRows, `columns` up to kTileColumns (kRowColumns for one row).
+template <class O, int kFetch>
+inline void any_tile(int rows, int columns, const typename O::Packed* x, int64_t x_row, const typename O::Weight* w,
+                     int64_t w_row, int64_t size, float* y, int64_t y_row, uintptr_t ahead) {
+  if constexpr (kTileRows >= 4)
+    if (rows == 4) return tile_of_columns<O, kFetch, 4>(columns, x, x_row, w, w_row, size, y, y_row, ahead);
+  if constexpr (kTileRows >= 3)
+    if (rows == 3) return tile_of_columns<O, kFetch, 3>(columns, x, x_row, w, w_row, size, y, y_row, ahead);
+  if (rows == 2) return tile_of_columns<O, kFetch, 2>(columns, x, x_row, w, w_row, size, y, y_row, ahead);
+  tile_of_columns<O, kFetch, 1>(columns, x, x_row, w, w_row, size, y, y_row, ahead);
+}
+
+// How many of `left` rows the next tile takes: one left over alone would use registers badly.
+inline int tile_rows(int64_t left) {
+  if (left == kTileRows + 1) return static_cast<int>((left + 1) / 2);
+  return static_cast<int>(std::min<int64_t>(left, kTileRows));
+}
+
+}  // namespace GTP_ISA
+}  // namespace gtp
