@@ -20,7 +20,7 @@ import msgspec
 from msgspec import structs
 
 from gtp_serve.completion import Completion, Delta, Growing, Score
-from gtp_serve.config import AttentionBackend
+from gtp_serve.config import AttentionBackend, Quant
 from gtp_serve.embedded import EmbeddedOptions, open_engine
 from gtp_serve.engine.caller import Caller
 from gtp_serve.engine.engine import Engine

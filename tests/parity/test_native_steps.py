@@ -189,3 +189,22 @@ def test_memory_of_a_chain_of_steps_is_used_again() -> None:
     lives = [(at, at + 1, 4096) for at in range(100)]
     places = place(lives)
     assert max(places) == 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_greedy_choice_reads_what_the_head_found_out_eagerly_and_recorded(dtype: torch.dtype) -> None:
+    ops = native_ops(THREADS)
+    decoder, pool = make(replace(DENSE, vocab_size=200, vocab_rows=200), dtype, ops)
+    assert ops.recorder is not None
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[5], max_blocks=8)
+    graphs.capture_next()
+    eager = run((decoder, pool), (0, 0, 3), (1, 0, 4))
+    for logits in (eager, graphs.replay(batch_of([(0, 3, 1), (1, 4, 1), (2, 0, 1)])), eager + 1):
+        chosen = ops.greedy(logits, 200)
+        expected = logits.log_softmax(-1)
+        assert torch.equal(chosen.token_ids_S, logits.argmax(-1))
+        torch.testing.assert_close(
+            chosen.logprobs_S, expected.gather(1, chosen.token_ids_S[:, None])[:, 0], rtol=0, atol=2e-6
+        )
+        assert torch.equal(ops.greedy(logits.clone(), 200).logprobs_S, chosen.logprobs_S)
+    assert torch.equal(ops.greedy(eager, 150).token_ids_S, eager[:, :150].argmax(-1))

@@ -34,6 +34,8 @@ class Native:
         self.int8: dict[int, tuple[Tensor, Tensor]] = {}
         """By the address of a weight, its rows as int8 and their scales, which are read instead of it."""
         self._recording: Recording | None = None
+        self._summaries: dict[int, _Summary] = {}
+        """By the address of logits, what was found out about them while they were computed."""
 
     def record(self, step: Callable[[], Tensor], inputs: Mapping[int, int]) -> tuple[Program, Tensor]:
         """Record a step, none of whose operations is carried out; with it the memory of its result.
@@ -47,7 +49,7 @@ class Native:
                 output = step()
         finally:
             self._recording = None
-        return recording.finish([output], self.threads), output
+        return recording.finish(output, self.threads), output
 
     # -- the table ---------------------------------------------------------------------------------
 
@@ -92,20 +94,37 @@ class Native:
 
     def logits(self, x_SD: Tensor, weight_VD: Tensor) -> Tensor:
         """[S, V]: rounded as ``linear`` rounds, stored as float32."""
-        return self._linear(x_SD, weight_VD, None, torch.float32)
+        # What a greedy choice needs of each block is found while the block is in the cache.
+        blocks = -(-weight_VD.shape[0] // structs.HEAD_BLOCK)
+        partials = self._empty((x_SD.shape[0], blocks, structs.PARTIAL_FLOATS), torch.float32, x_SD)
+        out = self._linear(x_SD, weight_VD, None, torch.float32, partials=partials)
+        if self._recording is not None:
+            self._recording.keep(partials)
+        else:
+            # One step's at a time: nothing else keeps logits of eager steps.
+            self._summaries = {at: kept for at, kept in self._summaries.items() if kept.recorded}
+        self._summaries[out.data_ptr()] = _Summary(out, partials, self._recording is not None)
+        return out
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``swiglu(linear(x))``, [T, O / 2], in one operation."""
         return self._linear(x, weight, bias, x.dtype, gated=True)
 
     def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, gated: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        partials: Tensor | None = None,
     ) -> Tensor:
         rows = x.flatten(0, -2) if x.dim() != 2 else x
         out = self._empty((rows.shape[0], weight.shape[0] // (2 if gated else 1)), out_dtype, rows)
         weight, scale = self.int8.get(weight.data_ptr(), (weight, None))
         op = structs.Linear(
-            **_pointers(x=rows, weight=weight, bias=bias, scale=scale, out=out),
+            **_pointers(x=rows, weight=weight, bias=bias, scale=scale, out=out, partials=partials),
             in_size=weight.shape[1],
             out_size=weight.shape[0],
             x_row=rows.stride(0),
@@ -115,8 +134,9 @@ class Native:
             weight_dtype=_CODES[weight.dtype],
             out_dtype=_CODES[out_dtype],
             swiglu=gated,
+            vocab=0 if partials is None else weight.shape[0],
         )
-        self._emit(op, rows, weight, out, *(t for t in (bias, scale) if t is not None))
+        self._emit(op, rows, weight, out, *(t for t in (bias, scale, partials) if t is not None))
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -271,10 +291,13 @@ class Native:
 
     def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
         """See ``ops.greedy``."""
-        count = logits.shape[0]
+        count, vocab_size = logits.shape[0], min(vocab_size, logits.shape[1])
         token_ids, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
         finite = torch.empty(count, dtype=torch.bool)
+        known = self._summaries.get(logits.data_ptr())
+        fits = known is not None and known.logits.shape[1] == vocab_size and known.logits.stride(0) == logits.stride(0)
         op = structs.Greedy(
+            **_pointers(partials=known.partials if known is not None and fits else None),
             **_pointers(logits=logits, token_ids=token_ids, logprobs=logprobs, finite=finite),
             rows=count,
             vocab=vocab_size,
@@ -302,6 +325,15 @@ class Native:
             self._recording.append(op, (rows_of, *others))
         else:
             self.threads.run([op])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Summary:
+    """Logits, which are kept so that their memory holds nothing else meanwhile, and what is known of each block."""
+
+    logits: Tensor
+    partials: Tensor
+    recorded: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,6 +74,7 @@ class Recording:
         self._kept: list[Tensor] = []
         self._starts: list[int] = []
         self._buffers: dict[int, _Buffer] = {}
+        self._results: list[Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Memory for a result with as many rows as ``like`` has."""
@@ -106,6 +107,10 @@ class Recording:
         self._ops.append(op)
         self._kept += [tensor for tensor in tensors if self._buffer_at(tensor.data_ptr()) is None]
 
+    def keep(self, result: Tensor) -> None:
+        """Let an operation's result be there after a run too."""
+        self._results.append(result)
+
     def _buffer_at(self, address: int) -> _Buffer | None:
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0:
@@ -113,16 +118,17 @@ class Recording:
         buffer = self._buffers[self._starts[at]]
         return buffer if address < buffer.start + max(buffer.size, 1) else None
 
-    def finish(self, outputs: Sequence[Tensor], threads: Threads) -> Program:
-        """Everything recorded; ``outputs`` keep memory of their own.
+    def finish(self, output: Tensor, threads: Threads) -> Program:
+        """Everything recorded; the output keeps memory of its own.
 
-        :raises EngineFault: an output was not written by what was recorded.
+        :raises EngineFault: it was not written by what was recorded.
         """
-        mine = [self._buffer_at(output.data_ptr()) for output in outputs]
+        self.keep(output)
+        mine = [self._buffer_at(result.data_ptr()) for result in self._results]
         if any(buffer is None or buffer.last_use < 0 for buffer in mine):
             raise EngineFault("a recorded step's result comes from elsewhere", code="internal")
-        arena = self._overlay([buffer for buffer in self._buffers.values() if all(buffer is not own for own in mine)])
-        return Program(self._ops, [*self._kept, *outputs, arena], threads)
+        arena = self._overlay([buffer for buffer in self._buffers.values() if not any(buffer is own for own in mine)])
+        return Program(self._ops, [*self._kept, *self._results, arena], threads)
 
     def _overlay(self, buffers: list[_Buffer]) -> Tensor:
         """Move these buffers into one piece of memory, and the operations' addresses with them."""

@@ -1,7 +1,7 @@
 // Bytes of files to where they belong (refit/native_copy.py): read in pieces that stay in a core's cache, looked at and
 // converted there, and stored past the cache.  Memory sees each byte once in and once out; reading straight into memory
 // that is not in the cache would also fetch what is about to be overwritten.
-#include <sched.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <thread>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -19,7 +18,7 @@
 namespace gtp {
 namespace {
 
-enum Convert : int64_t { kAsIs = 0, kBF16ToF32, kF32ToBF16, kConverts };
+enum Convert : int64_t { kAsIs = 0, kBF16ToF32, kF32ToBF16 };
 
 // As refit.source.Rows: row i is the bytes from start + i * source_stride and goes to address + i * stride.
 struct ReadRows {
@@ -35,7 +34,7 @@ struct ReadCheck {
 };
 
 struct ReadJob {
-  int64_t descriptor, base;  // rows count from byte `base` of the file
+  int64_t descriptor, base;  // rows count from byte `base` of the file; of memory where there is no file (below 0)
   int64_t whole;             // nonzero: bytes are read on to this one whether they are asked for or not
   const ReadRows* rows;
   int64_t row_count;
@@ -49,17 +48,18 @@ struct ReadOutcome {
   int64_t status, job, detail, offset;  // detail: bytes that lack, or errno
 };
 
+// As the system's pread, which it is unless a test gives another.
+using Pread = ssize_t (*)(int, void*, size_t, off_t);
+
+constexpr int64_t kVersion = 2;
 constexpr int64_t kPage = 4096;
-#ifndef PIECE
-#define PIECE 64
-#endif
-constexpr int64_t kPiece = PIECE << 10;
+constexpr int64_t kPiece = 64 << 10;
 // Unwanted bytes between two rows that are read along: as dear as one more call.
 constexpr int64_t kSkipped = 16 << 10;
 // From so many bytes on a store goes past the cache; below, half-filled lines would cost more.
 constexpr int64_t kStreamed = 1 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kConverted = 2048;  // elements at a time
+constexpr int64_t kConverted = 1024;  // elements at a time
 
 void stream(uint8_t* to, const uint8_t* from, int64_t size) {
 #if defined(__SSE2__)
@@ -110,11 +110,16 @@ void narrow(uint8_t* to, const uint8_t* from, int64_t count) {
 
 class Reader {
  public:
-  explicit Reader(uint8_t* buffer) : buffer_(buffer) {}
+  Reader(uint8_t* buffer, Pread pread) : buffer_(buffer), pread_(pread) {}
 
   bool run(const ReadJob& job, ReadOutcome& outcome) {
     job_ = &job, outcome_ = &outcome;
     from_ = to_ = 0;
+    held_ = buffer_;
+    if (job.descriptor < 0) {  // all of it is there
+      held_ = reinterpret_cast<const uint8_t*>(job.base);
+      to_ = INT64_MAX;
+    }
     int64_t check = 0;
     const int64_t first = job.row_count ? job.rows[0].start : INT64_MAX;
     for (; check < job.check_count && job.checks[check].start + job.check_base < first; ++check)
@@ -136,7 +141,7 @@ class Reader {
         if ((at < from_ || to_ - at < item) && !fill(at, stretch(i, at) - at)) return false;
         int64_t count = std::min(left, to_ - at);
         count -= count % item;
-        to = store(to, buffer_ + (at - from_), count, row.convert);
+        to = store(to, held_ + (at - from_), count, row.convert);
         at += count, left -= count;
       }
     }
@@ -148,7 +153,7 @@ class Reader {
       const int64_t at = check.start + job_->check_base + done;
       if ((at < from_ || at >= to_) && !fill(at, job_->whole ? job_->whole - at : check.size - done)) return false;
       const int64_t count = std::min(check.size - done, to_ - at);
-      const uint8_t* found = buffer_ + (at - from_);
+      const uint8_t* found = held_ + (at - from_);
       uint8_t wrong = 0;
       for (int64_t i = 0; i < count; ++i) wrong |= (found[i] & check.mask[done + i]) ^ check.value[done + i];
       if (wrong) return fail(kDiffers, 0, at);
@@ -184,7 +189,7 @@ class Reader {
     from_ = to_ = at - ((job_->base + at) & (kPage - 1));
     const int64_t end = std::min(at + wanted, from_ + kPiece);
     while (to_ < end) {
-      const ssize_t got = pread(static_cast<int>(job_->descriptor), buffer_ + (to_ - from_), end - to_, job_->base + to_);
+      const ssize_t got = pread_(static_cast<int>(job_->descriptor), buffer_ + (to_ - from_), end - to_, job_->base + to_);
       if (got > 0) {
         to_ += got;
       } else if (got == 0) {
@@ -218,6 +223,8 @@ class Reader {
   }
 
   uint8_t* const buffer_;
+  const Pread pread_;
+  const uint8_t* held_ = nullptr;  // the buffer, or the memory that is read from
   const ReadJob* job_ = nullptr;
   ReadOutcome* outcome_ = nullptr;
   int64_t row_ = 0;
@@ -235,14 +242,14 @@ uint8_t* piece() {
   return kept.get();
 }
 
-void run_jobs(const ReadJob* jobs, int64_t count, ReadOutcome& outcome) {
+void run_jobs(const ReadJob* jobs, int64_t count, ReadOutcome& outcome, Pread pread) {
   outcome = {kDone, 0, 0, 0};
   uint8_t* buffer = piece();
   if (buffer == nullptr) {
     outcome.status = kNoMemory;
     return;
   }
-  Reader reader(buffer);
+  Reader reader(buffer, pread);
   for (; outcome.job < count; ++outcome.job)
     if (!reader.run(jobs[outcome.job], outcome)) break;
   finish_streams();
@@ -255,13 +262,16 @@ using namespace gtp;
 
 extern "C" {
 
-// Sizes of the structures, by which Python checks its own.
+// Sizes of the structures and the version of what they mean, by which Python checks its own.
 __attribute__((visibility("default"))) void gtp_read_sizes(int64_t* sizes) {
   sizes[0] = sizeof(ReadRows), sizes[1] = sizeof(ReadCheck), sizes[2] = sizeof(ReadJob), sizes[3] = sizeof(ReadOutcome);
+  sizes[4] = kVersion;
 }
 
 // Carries out jobs in order, up to the first that fails; what the rows' memory holds then is anything.
-__attribute__((visibility("default"))) void gtp_read(const ReadJob* jobs, int64_t count, ReadOutcome* outcome) {
-  run_jobs(jobs, count, *outcome);
+// other_pread: null but in tests.
+__attribute__((visibility("default"))) void gtp_read(const ReadJob* jobs, int64_t count, ReadOutcome* outcome,
+                                                     Pread other_pread) {
+  run_jobs(jobs, count, *outcome, other_pread ? other_pread : pread);
 }
 }
