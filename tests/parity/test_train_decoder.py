@@ -183,8 +183,9 @@ def test_a_deterministic_server_on_two_ranks_gives_the_bits_of_a_trainer_on_two(
         with torch.no_grad():
             trained = next_logprobs(model, ids)
         group: Any = served[rank].tp
+        ops = choose_ops(device="cpu", dtype=torch.float32, head_dim=config.head_dim, deterministic=True)
         decoder = build_decoder(
-            config, dtype=torch.float32, device="cpu", tp_rank=rank, tp_size=2, ops=deterministic_ops(),
+            config, dtype=torch.float32, device="cpu", tp_rank=rank, tp_size=2, ops=ops,
             collective=InRankOrder(ThreadCollective(group)),
         )  # fmt: skip
         fill(decoder, config)
