@@ -6,13 +6,15 @@ DEMO ?= .demo
 MARK ?= not gpu
 WORKERS ?= 2
 TEST_ARGS ?=
+BENCH_ARGS ?=
+PEERS ?=
 
 BIN := .venv/bin
 RESULTS := .test-results
-SOURCES := tests scripts .ci $(wildcard benchmarks/*.py examples/*.py)
+SOURCES := tests scripts .ci $(wildcard benchmarks/*.py benchmarks/*/*.py examples/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-gpu check fix golden docs bench clean
+.PHONY: help venv serve test test-gpu check fix golden docs bench bench-peers clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,10 +39,11 @@ test: venv check  ## all checks, then every test that needs no GPU
 test-gpu: venv  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(TEST_ARGS)
 
-check: venv  ## format, lint, import ladder, types
+check: venv  ## format, lint, import ladder, types, known advisories
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_advisories.py
 	$(BIN)/mypy -p gtp_serve
 	$(BIN)/mypy $(SOURCES)
 
@@ -55,9 +58,14 @@ docs: venv  ## the documentation as a site in build/site, with every warning an 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
 	$(BIN)/python -m mkdocs build --strict
 
-bench: venv  ## run each benchmark
-	@set -e; ls benchmarks/*.py >/dev/null 2>&1 || { echo "benchmarks/ holds no benchmark"; exit 0; }; \
-	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || [ $$? -eq 5 ]; done
+bench: venv $(DEMO)/hf  ## our speed beside the peers that are installed, 12 minutes (BENCH_ARGS=--quick: 4)
+	$(BIN)/python benchmarks/measure.py --model $(DEMO)/hf $(BENCH_ARGS)
+
+bench-peers: venv $(DEMO)/hf  ## install the peers of `make bench`, each into its own environment in build/peers
+	$(BIN)/python benchmarks/make_peers.py --model $(DEMO)/hf $(PEERS)
+
+$(DEMO)/hf: | venv
+	$(BIN)/gtp-serve demo $(DEMO)
 
 clean:  ## remove what the other tasks made, .venv and the demo model included
 	rm -rf .venv $(DEMO) $(RESULTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

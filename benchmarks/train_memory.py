@@ -1,6 +1,6 @@
 """Memory of a trainer's weights, gradients and optimizer state on each rank, by the GTP size; prints a table.
 
-    python benchmarks/train_memory.py --gtp 1 2 4
+    python benchmarks/train_memory.py --gtp 1 2 4 8
 
 Each size runs one training step in so many gloo processes.  ``state`` is what the tensors take; ``resident`` is by how
 much the largest process has grown since before it built its model, gathered weights and activations included.
@@ -36,7 +36,7 @@ TOKENS = 64
 def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description="Trainer memory by GTP size.")
-    parser.add_argument("--gtp", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--gtp", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -24,13 +24,32 @@
 
 A message is one sentence that says what was seen; ``details`` are labelled lines that say what was needed
 and what to do.  ``str(error)`` joins them, so that nothing is lost where only a string survives.
+
+Names from files and from peers end up in messages, and messages in terminals, logs and replies: control
+characters in a message come out escaped, and a text that is longer than any sentence is cut.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 Details = Sequence[tuple[str, str]]
+
+MAX_TEXT = 2000
+"""Characters of a message."""
+MAX_DETAIL = 32_768
+"""Of a detail: the last lines of a process that died fit in."""
+
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""In a sentence: line ends, escape sequences, what turns the direction of writing, half characters."""
+_HALF = re.compile(r"[\ud800-\udfff]")
+"""In a detail, which may have several lines: what no encoding takes."""
+
+
+def _fit(text: str, most: int, unfit: re.Pattern[str]) -> str:
+    text = unfit.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text[: most + 1])
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class GtpServeError(Exception):
@@ -45,9 +64,9 @@ class GtpServeError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, details: Details = (), *, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.details = tuple(details)
+        self.message = _fit(message, MAX_TEXT, _UNFIT)
+        super().__init__(self.message)
+        self.details = tuple([(label, _fit(text, MAX_DETAIL, _HALF)) for label, text in details])
         self.code = code or self.default_code
 
     def __str__(self) -> str:

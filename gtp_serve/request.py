@@ -13,10 +13,10 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """What the whole output must match; ``engine.grammar`` says which texts are legal and how large."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark", "tool_calls"]
     text: str = ""
-    """The schema as JSON, the regular expression, a JSON list of strings, or the Lark grammar; empty for
-    ``json_object``.
+    """The schema as JSON, the regular expression, a JSON list of strings, the Lark grammar, or
+    ``engine.tool_grammar.ToolCalls`` as JSON; empty for ``json_object``.
     """
 
 
@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen.  ``engine.limits`` has the ranges and checks them.
 
     Logits go through, in this order: repetition penalty, presence and frequency penalties, logit bias,
-    grammar and forbidden end tokens, temperature, top-k, top-p, min-p.
+    grammar, allowed ids, bad words and forbidden end tokens, temperature, top-k, top-p, min-p.
     """
 
     max_new_tokens: int = 128
@@ -50,6 +50,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     """Added to these ids' logits."""
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other id can be chosen, also no end token; empty: all can."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that the output must not hold: where all but the last are there, the last cannot follow."""
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):

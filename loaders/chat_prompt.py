@@ -34,6 +34,11 @@ class ChatTokenizer(TextTokenizer, Protocol):
         ...
 
     @property
+    def chat_source(self) -> str:
+        """The chat template as it is written; empty when there is none."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
         ...

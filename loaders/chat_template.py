@@ -76,6 +76,7 @@ class ChatTemplate:
     ) -> None:
         self._limits = limits or TemplateLimits()
         self._special_tokens = dict(special_tokens or {})
+        self.source = source
         self._code = _compile(source, origin, self._environment())
 
     def render(

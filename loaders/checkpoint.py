@@ -22,7 +22,7 @@ from gtp_serve.loaders.megatron import open_megatron
 from gtp_serve.loaders.megatron_folder import is_iteration, iteration_folders, looks_like_megatron
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles, find_tokenizer
 from gtp_serve.refit.plan import build_plan
-from gtp_serve.refit.source import DirectSource, Rows, WeightSource
+from gtp_serve.refit.source import BatchSource, DirectSource, Rows, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +98,8 @@ class TensorReader:
 
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
-            kind = _DirectPart if isinstance(self._source, DirectSource) else _Part
+            direct = _BatchPart if isinstance(self._source, BatchSource) else _DirectPart
+            kind = direct if isinstance(self._source, DirectSource) else _Part
             self._parts[name] = kind(name, self._source, self._pieces[name])
         return self._parts[name]
 
@@ -134,6 +135,21 @@ class _DirectPart(_Part):
         """Read the shard's bytes."""
         assert isinstance(self._source, DirectSource)  # it was made for one
         self._source.read_into(self._indices[index], rows)
+
+
+class _BatchPart(_DirectPart):
+    """The same of a source that reads several shards in one go."""
+
+    @property
+    def batches(self) -> bool:
+        """Whether it does so here."""
+        assert isinstance(self._source, BatchSource)  # it was made for one
+        return self._source.batches
+
+    def read_many(self, parts: Sequence[tuple[int, Sequence[Rows]]]) -> None:
+        """Read the shards' bytes."""
+        assert isinstance(self._source, BatchSource)
+        self._source.read_many([(self._indices[index], rows) for index, rows in parts])
 
 
 def _by_name(shards: Sequence[Shard]) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gtp_serve.layout.spans import Shard
-from gtp_serve.loaders.files import FileViews
+from gtp_serve.loaders.files import FileViews, Part
 from gtp_serve.refit.source import Rows
 
 
@@ -41,7 +41,17 @@ class FileSource:
     def read_into(self, index: int, rows: Sequence[Rows]) -> None:
         """Read the shard's bytes to where they belong."""
         place = self._ranges[index]
-        self._views.read_into(place.path, place.start, place.length, rows)
+        self._views.read_into(place.path, place.start, place.length, rows, place.shard.key)
+
+    @property
+    def batches(self) -> bool:
+        """Whether ``read_many`` can be used."""
+        return self._views.batches
+
+    def read_many(self, parts: Sequence[tuple[int, Sequence[Rows]]]) -> None:
+        """Read bytes of several shards to where they belong."""
+        places = [(self._ranges[index], rows) for index, rows in parts]
+        self._views.read_many([Part(p.path, p.start, p.length, rows, p.shard.key) for p, rows in places])
 
     def close(self) -> None:
         """Let go of the files."""

@@ -6,18 +6,21 @@ folder's root.  Rule for sizes: whatever is read whole has a limit, and a file k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+import re
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError
 from gtp_serve.loaders.scatter import scatter
+from gtp_serve.refit.native_copy import Checks, Job, native_reader
 from gtp_serve.refit.source import Rows
 
 #: Largest JSON file that is read: configuration, tokenizer configuration, shard index.
@@ -27,6 +30,8 @@ MAX_JSON_BYTES = 64 * 1024**2
 MAX_MAPPED_FILES = 256
 MAX_OPEN_FILES = 256
 
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Where a text may hold a surrogate; two of them in a row are a character."""
 _LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 _LFS_MAX_BYTES = 1024
 
@@ -81,11 +86,8 @@ def read_whole(path: Path, root: Path, limit: int) -> bytes:
     size = file_size(path, root)
     if size > limit:
         raise CheckpointCorrupt(f"{path} has {size} bytes", [("limit", f"{limit} bytes for a file of this kind")])
-    try:
-        with path.open("rb") as file:
-            data = file.read(size + 1)
-    except OSError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+    with reading(path) as file:
+        data = file.read(size + 1)
     if len(data) != size:
         raise CheckpointCorrupt(f"{path} changed while it was read", [("expected", f"{size} bytes")])
     return data
@@ -97,16 +99,24 @@ def parse_json(data: bytes, file: str) -> Any:
     :raises CheckpointCorrupt: with the place of the fault.
     """
     try:
-        return json.loads(
-            data.decode("utf-8-sig"),
+        text = data.decode("utf-8-sig")
+        value = json.loads(
+            text,
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
             parse_int=_integer,
         )
+        if _HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError, which is a ValueError
+        return value
     except RecursionError:
         raise CheckpointCorrupt(f"{file} is nested too deeply to be JSON of a checkpoint") from None
     except UnicodeDecodeError as error:
         raise CheckpointCorrupt(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except UnicodeEncodeError as error:
+        raise CheckpointCorrupt(
+            f"{file} holds half a character, which is no text", [("found", error.reason)]
+        ) from error
     except ValueError as error:
         raise CheckpointCorrupt(f"{file} is not valid JSON: {error}") from error
 
@@ -153,17 +163,52 @@ def _reason(error: BaseException) -> str:
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """The open file; whatever the system says against it, then or later, becomes an error that names it.
+
+    :raises CheckpointCorrupt: for that.
+    """
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def what_is_there(path: Path) -> str:
+    """What a path is that is no file: a folder, a pipe, a link that leads nowhere."""
+    try:
+        return _kind(path.stat().st_mode)
+    except OSError:
+        return "a link to nothing" if path.is_symlink() else "not there"
+
+
 def _kind(mode: int) -> str:
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
     return next((name for test, name in kinds if test(mode)), "a device")
 
 
 def _head(path: Path, count: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(count)
-    except OSError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
+    with reading(path) as file:
+        return file.read(count)
+
+
+class Part(NamedTuple):
+    """Rows of a byte range of a file.
+
+    :param label: the tensor, for messages.
+    :param checks: bytes of the item around the range, which begins ``before`` bytes earlier and has ``whole`` bytes.
+    """
+
+    path: Path
+    start: int
+    length: int
+    rows: Sequence[Rows]
+    label: str
+    checks: Checks | None = None
+    before: int = 0
+    whole: int = 0
 
 
 class FileViews:
@@ -210,19 +255,41 @@ class FileViews:
             raise CheckpointCorrupt(f"{path} cannot be read: {_reason(error)}") from error
         return data
 
-    def read_into(self, path: Path, start: int, length: int, rows: Sequence[Rows]) -> None:
+    def read_into(self, path: Path, start: int, length: int, rows: Sequence[Rows], label: str = "") -> None:
         """Fill the rows' memory; ``Rows.start`` counts from byte ``start`` of the file.
 
+        :param label: the tensor, for messages.
         :raises CheckpointCorrupt: when rows leave the range, or the file has not that many bytes any more.
         """
         self._check(path, start, length)
-        for row in rows:
-            if row.start < 0 or row.source_stride < 0 or row.end > length:
-                raise CheckpointCorrupt(
-                    f"{path} has {length} bytes of a tensor at byte {start}", [("needed", f"{row.end} bytes")]
-                )
+        _check_rows(path, start, length, rows)
         file = self._file(path)  # kept by name: it is closed when nobody holds it
-        scatter(file.descriptor, str(path), start, rows)
+        scatter(file.descriptor, str(path), start, rows, label)
+
+    @property
+    def batches(self) -> bool:
+        """Whether ``read_many`` can be used."""
+        return native_reader() is not None
+
+    def read_many(self, parts: Sequence[Part]) -> int:
+        """As ``read_into`` for each part, in one call of the native reader; rows may ask for conversions.
+
+        :return: how many parts were read: all, or up to one whose checks failed.
+        :raises CheckpointCorrupt: as ``read_into``, naming the tensor.
+        """
+        reader = native_reader()
+        assert reader is not None  # the caller has asked
+        files: list[_File] = []
+        jobs: list[Job] = []
+        for part in parts:
+            self._check(part.path, part.start, part.length)
+            _check_rows(part.path, part.start, part.length, part.rows)
+            files.append(file := self._file(part.path))  # held: it is closed when nobody holds it
+            end = part.whole - part.before if part.whole else 0
+            jobs.append(
+                Job(file.descriptor, part.path, part.start, part.rows, part.label, part.checks, -part.before, end)
+            )
+        return reader.read(jobs)
 
     def close(self) -> None:
         """Forget files and maps; each is let go of once nobody uses it."""
@@ -269,6 +336,14 @@ class FileViews:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CheckpointError("the checkpoint has been closed")
+
+
+def _check_rows(path: Path, start: int, length: int, rows: Sequence[Rows]) -> None:
+    for row in rows:
+        if row.start < 0 or row.source_stride < 0 or row.end > length:
+            raise CheckpointCorrupt(
+                f"{path} has {length} bytes of a tensor at byte {start}", [("needed", f"{row.end} bytes")]
+            )
 
 
 class _File:

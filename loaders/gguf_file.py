@@ -22,7 +22,7 @@ from gtp_serve.errors import CheckpointCorrupt, EnvironmentFault, LayoutMismatch
 from gtp_serve.layout.huggingface import EMBEDDING, FINAL_NORM, HEAD, layer_prefix, logical_tensors
 from gtp_serve.layout.spans import Box, Shard, Span
 from gtp_serve.loaders.facts import Facts
-from gtp_serve.loaders.files import FileViews, shown
+from gtp_serve.loaders.files import FileViews, reading, shown
 from gtp_serve.loaders.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from gtp_serve.loaders.limits import MAX_SIZE, check_limits
 from gtp_serve.loaders.whole_tensors import Found, check_complete
@@ -271,7 +271,7 @@ def _llama3(header: GgufHeader, theta: float, head_dim: int) -> RopeConfig:
     tensor = header.tensors[_FREQUENCIES]
     if tensor.kind_name != "F32" or prod(tensor.shape) != head_dim // 2:
         raise CheckpointCorrupt(f"{header.path}: {_FREQUENCIES} is not {head_dim // 2} numbers")
-    with header.path.open("rb") as file:
+    with reading(header.path) as file:
         file.seek(tensor.start)
         stored = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.length))
     for factor in _LLAMA3_FACTORS:
@@ -337,7 +337,8 @@ def _dequantised(data: memoryview, tensor: GgufTensor) -> memoryview:
             [("try", "pip install gguf")],
         ) from error
     raw = np.frombuffer(data, dtype=np.uint8).reshape(*tensor.shape[:-1], tensor.row_bytes)
-    values = np.ascontiguousarray(dequantize(raw, GGMLQuantizationType(tensor.kind)), dtype=np.float32)
+    with np.errstate(all="ignore"):  # a scale that is no number makes no number: whoever verifies weights says so
+        values = np.ascontiguousarray(dequantize(raw, GGMLQuantizationType(tensor.kind)), dtype=np.float32)
     if values.shape != tensor.shape:
         raise CheckpointCorrupt(
             f"{tensor.name} dequantises to {list(values.shape)}", [("expected", str(list(tensor.shape)))]

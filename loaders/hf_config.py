@@ -129,8 +129,8 @@ def model_config(values: Mapping[str, Any], generation: Mapping[str, Any], file:
         sliding_window=_window(fields, family, defaults),
         max_context=fields.integer("max_position_embeddings", defaults.max_context) or defaults.max_context,
         moe=moe,
-        eos_token_ids=_token_ids("eos_token_id", generation, values),
-        bos_token_id=next(iter(_token_ids("bos_token_id", generation, values)), None),
+        eos_token_ids=_token_ids("eos_token_id", file, generation, values),
+        bos_token_id=next(iter(_token_ids("bos_token_id", file, generation, values)), None),
     )
     check_limits(config, file)
     return config
@@ -299,11 +299,20 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _token_ids(name: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """One id, a list, or nothing, from the first source that says."""
+def _token_ids(name: str, file: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """One id, a list, or nothing, from the first source that says; a negative number means none.
+
+    :raises CheckpointCorrupt: for anything else: a model without its end tokens never stops.
+    """
     for source in sources:
         value = source.get(name)
-        values = value if isinstance(value, list) else [] if value is None else [value]
+        values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
+        wrong = next((v for v in values if type(v) is not int), None)
+        if wrong is not None:
+            raise CheckpointCorrupt(
+                f"{file}, or generation_config.json beside it: {name} has {shown(wrong)}",
+                [("needed", "a token id, a list of them, or null")],
+            )
         found = tuple(dict.fromkeys(v for v in values if type(v) is int and 0 <= v < MAX_SIZE))
         if found:
             return found

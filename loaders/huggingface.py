@@ -19,7 +19,7 @@ from gtp_serve.layout.huggingface import EMBEDDING, HEAD, logical_name, logical_
 from gtp_serve.layout.spans import Box, Shard, Span
 from gtp_serve.loaders.facts import Facts
 from gtp_serve.loaders.file_source import FileRange, FileSource
-from gtp_serve.loaders.files import FileViews, child, read_json, shown
+from gtp_serve.loaders.files import FileViews, child, read_json, shown, what_is_there
 from gtp_serve.loaders.hf_config import model_config
 from gtp_serve.loaders.safetensors_file import (
     LENGTH_BYTES,
@@ -72,6 +72,7 @@ def open_huggingface(folder: Path) -> OpenedFolder:
     config = read_config(folder / CONFIG)
     notes, warnings = _notes(folder, read_json(folder / CONFIG, root)), list[str]()
     headers = _headers(folder, root)
+    warnings += _unread(folder, headers)
     stored = _by_name(headers)
     tensors = {name: t for name, t in stored.items() if not name.endswith(_IGNORED_ENDING)}
     if len(tensors) < len(stored):
@@ -147,6 +148,19 @@ def _headers(folder: Path, root: Path) -> list[Header]:
     return [read_header(path, root) for path in paths]
 
 
+def _unread(folder: Path, headers: Sequence[Header]) -> list[str]:
+    """What looks like weights of this model and is not read."""
+    used = {header.path.name for header in headers}
+    warnings = []
+    if used == {SINGLE} and (folder / INDEX).exists():
+        warnings.append(f"{INDEX} is not read: {SINGLE} is there, and is used")
+    others = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in used and _is_part(p.name))
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        warnings.append(f"{', '.join(others[:3])}{more} belong to no weight that is used, and are not read")
+    return warnings
+
+
 def _is_part(name: str) -> bool:
     return name.startswith("model") or not name.startswith(("consolidated", "adapter"))
 
@@ -159,7 +173,7 @@ def _no_weights(folder: Path) -> CheckpointNotFound | UnsupportedModel:
             [("needed", "safetensors")],
         )
     adapter = (folder / "adapter_config.json").exists()
-    found = [f"{p.name}, a folder" for p in folder.glob("*.safetensors") if p.is_dir()]
+    found = [f"{p.name}, {what_is_there(p)}" for p in sorted(folder.glob("*.safetensors")) if not p.is_file()][:5]
     details = [("looked for", f"{SINGLE}, {INDEX}")]
     if found or adapter:
         details.append(("found", "; ".join(found) or "an adapter: merge it into its base model first"))

@@ -12,6 +12,7 @@ from gtp_serve.layout.spans import Shape
 from gtp_serve.loaders.files import FileViews
 from gtp_serve.loaders.torch_dist import Place
 from gtp_serve.loaders.torch_zip import Member, find_tensor
+from gtp_serve.refit.native_copy import Checks
 
 #: Places nearer than this are read together.
 _NEAR_BYTES = 1024
@@ -34,11 +35,16 @@ class _Window:
     mask: int
     value: int
 
+    def bytes(self) -> tuple[int, bytes, bytes]:
+        """Where it begins, the mask, and the value."""
+        return self.start, self.mask.to_bytes(self.length, "little"), self.value.to_bytes(self.length, "little")
+
 
 @dataclass(frozen=True, slots=True)
 class _Form:
     windows: tuple[_Window, ...]
     found: Member
+    checks: Checks
 
 
 class Items:
@@ -65,8 +71,16 @@ class Items:
         windows = item.looked_at()
         small = windows is not None and sum(window.length for window in windows) <= _MAX_BYTES
         if windows and small and len(forms) < _MAX_FORMS and (forms or len(self._forms) < _MAX_KINDS):
-            self._forms[kind] = (*forms, _Form(windows, found))
+            self._forms[kind] = (*forms, _Form(windows, found, Checks([window.bytes() for window in windows])))
         return _within(place, found)
+
+    def usual(self, place: Place, shape: Shape, dtype: str) -> tuple[Member, Checks] | None:
+        """Where the bytes lie in an item of this kind if it passes the checks, which are of the item's bytes.
+
+        None when no such item has been found yet.  One that does not pass may still be of another form.
+        """
+        forms = self._forms.get((place.length, shape, dtype))
+        return (forms[0].found, forms[0].checks) if forms else None
 
     def _fits(self, place: Place, form: _Form, read: dict[tuple[int, int], int]) -> bool:
         for window in form.windows:

@@ -22,7 +22,7 @@ from gtp_serve.layout.megatron_read import Padding, Piece, map_tensors, parse_ke
 from gtp_serve.layout.spans import Shard
 from gtp_serve.loaders.common_state import CommonState, SavedSizes, common_state, saved_sizes
 from gtp_serve.loaders.facts import Facts, SavedGrid, SavedOverrides, TensorPadding
-from gtp_serve.loaders.files import FileViews, file_size
+from gtp_serve.loaders.files import FileViews, Part, file_size
 from gtp_serve.loaders.items import Items
 from gtp_serve.loaders.megatron_folder import Chosen, choose
 from gtp_serve.loaders.megatron_model import describe, settle_vocabulary
@@ -35,6 +35,8 @@ from gtp_serve.refit.source import Rows
 
 COMMON_FILE = "common.pt"
 _COMMON_KEY = "common_state/"
+#: An item of at most so many bytes is looked at while it is read: what that reads beside the tensor costs little.
+_SMALL_BYTES = 1 << 20
 #: Prefixes under which some savers nest the model; they are dropped when every weight has them.
 _WRAPPERS = ("model.", "module.", "state_dict.")
 #: Tensors that are left out by rule: prefix or ending, and what to call it.
@@ -88,7 +90,43 @@ class MegatronSource:
         :raises CheckpointCorrupt: when the stored item is not the tensor that the metadata says it is.
         """
         place = self._place(index)
-        self._views.read_into(place.path, place.offset, place.length, rows)
+        self._views.read_into(place.path, place.offset, place.length, rows, self._shards[index].key)
+
+    @property
+    def batches(self) -> bool:
+        """Whether ``read_many`` can be used."""
+        return self._views.batches
+
+    def read_many(self, parts: Sequence[tuple[int, Sequence[Rows]]]) -> None:
+        """Read bytes of several shards to where they belong.
+
+        :raises CheckpointCorrupt: when a stored item is not the tensor that the metadata says it is.
+        """
+        ready = [self._part(index, rows) for index, rows in parts]
+        done = self._views.read_many(ready)
+        while done < len(ready):  # an item that is not as the others of its kind
+            self._views.read_many([self._plain(*parts[done])])
+            done += 1 + self._views.read_many(ready[done + 1 :])
+
+    def _plain(self, index: int, rows: Sequence[Rows]) -> Part:
+        """With the item looked at now."""
+        place = self._place(index)
+        return Part(place.path, place.offset, place.length, rows, self._shards[index].key)
+
+    def _part(self, index: int, rows: Sequence[Rows]) -> Part:
+        """With the item looked at while it is read, where it is small and others of its kind have been seen."""
+        piece = self._pieces[index]
+        tensor = self._tensors[piece.key]
+        chunk = tensor.chunks[piece.chunk]
+        place, shard = chunk.place, piece.shard
+        known = self._items.usual(place, chunk.box.shape, tensor.dtype) if place.length <= _SMALL_BYTES else None
+        if known is None:
+            return self._plain(index, rows)
+        member, checks = known
+        if member.size != prod(shard.shape) * ITEM_BYTES[shard.dtype]:
+            return self._plain(index, rows)
+        start = place.offset + member.start
+        return Part(place.path, start, member.size, rows, shard.key, checks, member.start, place.length)
 
     def close(self) -> None:
         """Let go of the files."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointNotFound, UnsupportedModel, UsageError
-from gtp_serve.loaders.files import read_json, read_whole
+from gtp_serve.loaders.files import read_json, read_whole, shown
 from gtp_serve.loaders.torch_dist import METADATA
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -35,8 +35,12 @@ def iteration_folders(path: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for child in sorted(path.iterdir()) if path.is_dir() else ():
         match = _ITERATION.fullmatch(child.name)
-        if match is not None and child.is_dir():
-            found[int(match[1])] = child
+        if match is None or not child.is_dir():
+            continue
+        number = int(match[1])
+        # iter_20 and iter_0000020 are one iteration; what one of them lacks does not hide the other.
+        if number not in found or (child / METADATA).exists():
+            found[number] = child
     return found
 
 
@@ -139,7 +143,11 @@ def _warnings(path: Path, folders: dict[int, Path], complete: dict[int, Path], n
         for number in sorted(folders)
         if number > newest
     ]
-    tracked = tracked_iteration(path)
+    try:
+        tracked = tracked_iteration(path)
+    except CheckpointCorrupt as error:  # the folders themselves say which iteration is the newest
+        tracked = None
+        warnings.append(f"{error.message}; {complete[newest].name} is used")
     if tracked is not None and tracked != newest and tracked in complete:
         warnings.append(f"{TRACKER} says {tracked}, but {complete[newest].name} is complete and newer, and is used")
     if tracked is not None and tracked not in folders:
@@ -148,15 +156,19 @@ def _warnings(path: Path, folders: dict[int, Path], complete: dict[int, Path], n
 
 
 def tracked_iteration(path: Path) -> int | None:
-    """The number in the tracker file; None when there is none.
+    """The number in the tracker file; None when there is no file, or it names a release.
 
-    :raises CheckpointCorrupt: when the file is there and cannot be read.
+    :raises CheckpointCorrupt: when the file is there and cannot be read, or says something else.
     """
     file = path / TRACKER
     if not file.exists():
         return None
     text = read_whole(file, path.resolve(), 4096).decode("utf-8", "replace").strip().lstrip("\ufeff")
-    return int(text) if re.fullmatch(r"\d{1,12}", text) else None
+    if text == "release":
+        return None
+    if re.fullmatch(r"[0-9]{1,12}", text) is None:
+        raise CheckpointCorrupt(f"{file} says {shown(text)}", [("needed", "the number of an iteration, or release")])
+    return int(text)
 
 
 def _nothing_complete(

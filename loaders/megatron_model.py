@@ -46,6 +46,8 @@ class Described:
     warnings: tuple[str, ...]
     vocab_stated: bool
     """Whether anything says how many tokens there are; else all rows are taken for tokens."""
+    vocab_doubt: str = ""
+    """What else the arguments say of the vocabulary rows."""
 
 
 def describe(
@@ -87,7 +89,22 @@ def describe(
     _check_head(config, names, where)
     config = replace(config, dtype=_dtype(tensors, names), vocab_rows=_declared_rows(args, config, tensors))
     stated = args is None or "vocab_size" in args
-    return Described(config, tuple(_warnings(args, config, names)), stated)
+    return Described(config, tuple(_warnings(args, config, names)), stated, _vocab_doubt(args))
+
+
+def _vocab_doubt(args: SavedArgs | None) -> str:
+    """How the padded vocabulary that is saved differs from what Megatron pads the vocabulary to."""
+    if args is None:
+        return ""
+    names = ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size", "padded_vocab_size")
+    tokens, multiple, tp, padded = (args.integer(name) for name in names)
+    if tokens is None or multiple is None or padded is None:
+        return ""
+    multiple *= tp or 1
+    usual = -(-tokens // multiple) * multiple
+    return (
+        "" if usual == padded else f"padded_vocab_size is {padded}, and by make_vocab_size_divisible_by it is {usual}"
+    )
 
 
 def settle_vocabulary(described: Described, tensors: Mapping[str, IndexedTensor], saved: SavedLayout) -> Described:
@@ -120,6 +137,9 @@ def settle_vocabulary(described: Described, tensors: Mapping[str, IndexedTensor]
             f"the saved arguments say {config.vocab_rows} vocabulary rows, the tensors have {rows}; "
             "the tensors are right"
         )
+    if where.kind == "padded" and where.tp > 1 and described.vocab_doubt:
+        # Where each rank's rows end is told by nothing else in this layout.
+        warnings.append(f"{described.vocab_doubt}; {rows} is used, and if that is wrong, most tokens are other tokens")
     if not described.vocab_stated:
         config = replace(config, vocab_size=rows)
     if rows < config.vocab_size:

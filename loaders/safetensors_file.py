@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from gtp_serve.errors import CheckpointCorrupt
 from gtp_serve.layout.spans import Shape
-from gtp_serve.loaders.files import file_size, parse_json, shown
+from gtp_serve.loaders.files import file_size, parse_json, reading, shown
 
 #: Largest header that is read: room for about 200,000 tensors.
 MAX_HEADER_BYTES = 32 * 1024**2
@@ -65,7 +65,7 @@ def read_header(path: Path, root: Path) -> Header:
         raise CheckpointCorrupt(
             f"{path} has {size} bytes", [("needed", f"at least {LENGTH_BYTES}, of a safetensors file")]
         )
-    with path.open("rb") as file:
+    with reading(path) as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointCorrupt(

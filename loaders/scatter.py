@@ -1,7 +1,7 @@
-"""Bytes of a file into many places of memory at a time: ``preadv``, with its table of places built here.
+"""Bytes of a file into many places of memory at a time: by the native reader, or ``preadv`` where there is none.
 
 ``os.preadv`` takes a list of buffers; a matrix that is cut by columns has thousands of short rows, and objects for
-them would cost more than the copying does.
+them would cost more than the copying does.  So its table of places is built here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from gtp_serve.errors import CheckpointCorrupt
+from gtp_serve.refit.native_copy import Job, native_reader
 from gtp_serve.refit.source import Rows
 
 #: Entries of one call's table; Linux takes no more.
@@ -27,13 +28,28 @@ _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
 
 
-def scatter(descriptor: int, name: str, base: int, rows: Sequence[Rows]) -> None:
+def scatter(descriptor: int, name: str, base: int, rows: Sequence[Rows], label: str = "") -> None:
     """Fill the rows' memory.
 
     :param name: of the file, for messages.
     :param base: where in the file the bytes that ``Rows.start`` counts from begin.
+    :param label: the tensor, for messages.
     :raises CheckpointCorrupt: when the file ends early or cannot be read.
     """
+    reader = native_reader()
+    if reader is not None:
+        reader.read([Job(descriptor, name, base, rows, label)])
+        return
+    if any(row.convert for row in rows):
+        raise ValueError("elements are converted by the native reader only")
+    try:
+        _scatter(descriptor, name, base, rows)
+    except CheckpointCorrupt as error:
+        tensor = [("tensor", label)] if label else []
+        raise CheckpointCorrupt(error.message, [*tensor, *error.details]) from None
+
+
+def _scatter(descriptor: int, name: str, base: int, rows: Sequence[Rows]) -> None:
     if len(rows) == 1 and rows[0].count == 1:
         _fill(descriptor, name, base + rows[0].start, array("Q", (rows[0].address, rows[0].size)))
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -19,6 +20,7 @@ from gtp_serve.loaders.chat_template import ChatTemplate
 from gtp_serve.loaders.token_bytes import TokenBytes
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 #: transformers' clean-up of spaces, for tokenizers that split text at punctuation.
 _CLEAN_UP = (
     (" .", "."),
@@ -43,8 +45,11 @@ def load_tokenizer(files: TokenizerFiles, *, chat_template: str | None = None) -
         stop the load: text and token ids still work, and `Tokenizer.render_chat` says what is wrong.
     """
     try:
-        backend = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
-    except Exception as error:  # the package raises bare Exception for whatever is wrong with the file
+        backend = _read_backend(files.tokenizer_json)
+        backend.decode(backend.encode("a", add_special_tokens=True).ids)  # what only the first text would meet
+    except BaseException as error:  # the package raises bare Exception for whatever is wrong with the file
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise CheckpointCorrupt(
             f"{files.tokenizer_json} is not a tokenizer that can be read", [("reason", str(error)[:300])]
         ) from error
@@ -58,6 +63,16 @@ def load_tokenizer(files: TokenizerFiles, *, chat_template: str | None = None) -
         return Tokenizer(backend, files, _folder_template(files))
     except UsageError as error:
         return Tokenizer(backend, files, None, chat_problem=error.message)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    # Read here: the package takes a byte-order mark for a part of the JSON, and no path that is not valid text.
+    return tokenizers.Tokenizer.from_buffer(path.read_bytes().removeprefix(_BYTE_ORDER_MARK))
+
+
+def _is_panic(error: BaseException) -> bool:
+    """A panic of the package's Rust code, which is no ``Exception``: left alone, nothing would catch it."""
+    return type(error).__name__ == "PanicException"
 
 
 def _mark_special(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
@@ -131,11 +146,17 @@ class Tokenizer:
         """`render_chat` can work."""
         return self._template is not None
 
+    @property
+    def chat_source(self) -> str:
+        """The chat template as it is written; empty when there is none."""
+        return "" if self._template is None else self._template.source
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
         :param add_special_tokens: add those that tokenizer.json's post-processor adds, no others.
-        :raises RequestRejected: for text that holds half of a surrogate pair.
+        :raises RequestRejected: for text that holds half of a surrogate pair, and for text that the tokenizer's
+            own pattern gives up on.
         """
         try:
             text.encode("utf-8")
@@ -144,13 +165,19 @@ class Tokenizer:
                 f"the text holds half of a surrogate pair at character {error.start}", code="invalid-text"
             ) from error
         # Unlike encode, encode_batch_fast lets other threads run meanwhile (and does not compute offsets).
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _not_a_panic(error, "the model's tokenizer cannot take this text apart") from error
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that do not exist give no text, bytes that are not UTF-8 give U+FFFD."""
         known = [int(i) for i in ids if 0 <= i < self._size]
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _not_a_panic(error, "the model's tokenizer cannot put these tokens together") from error
         return _clean_up(text) if self._clean_up else text
 
     def token_text(self, token_id: int) -> str:
@@ -203,6 +230,11 @@ def model_with_tokenizer(model: ModelConfig, tokenizer: Tokenizer | None) -> Mod
     ends = {token for token in (*model.eos_token_ids, *tokenizer.eos_token_ids) if token < model.vocab_size}
     begin = model.bos_token_id if model.bos_token_id is not None else tokenizer.bos_token_id
     return replace(model, eos_token_ids=tuple(sorted(ends)), bos_token_id=begin)
+
+
+def _not_a_panic(error: BaseException, message: str) -> BaseException:
+    """What to raise: the error itself, or in place of a panic a refusal, which costs one request."""
+    return RequestRejected(message, code="invalid-text") if _is_panic(error) else error
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> Any:

@@ -132,7 +132,7 @@ class _Reader:
             raise UnsupportedModel(f"{self.path}: {key} is compressed, which this reader does not know")
         path = self.file(fields.get("relative_path"))
         offset, length = (self.count(fields.get(name), key, name) for name in ("offset", "length"))
-        if length == 0 or offset + length > self.sizes[path]:
+        if offset + length > self.sizes[path]:
             raise self.corrupt(
                 f"places {key} at bytes {offset} to {offset + length} of {path.name}, "
                 f"which has {self.sizes[path]} bytes"
@@ -215,7 +215,8 @@ class _Reader:
     def check_apart(self, places: Iterable[Place]) -> None:
         """No two items share a byte.  (They need not fill the files: a saver may leave items that nothing
         names.)"""
-        for before, after in pairwise(sorted(places, key=lambda p: (p.path.name, p.offset))):
+        filled = [place for place in places if place.length]  # an item that was saved as nothing lies nowhere
+        for before, after in pairwise(sorted(filled, key=lambda p: (p.path.name, p.offset))):
             if before.path.name == after.path.name and before.offset + before.length > after.offset:
                 raise self.corrupt(
                     f"places two items on the same bytes of {before.path.name}, from byte {after.offset} on"

@@ -26,6 +26,7 @@ def account(run: Run, state: ServerState, metrics: Metrics, log: logging.Logger,
         outcome = run.outcome(job)
         seconds = run.seconds(job)
         metrics.ended(outcome, seconds if outcome in ("stop", "length") else None)
+        state.by_version.note(job.reply.spans())
         if not run.call.no_logs:
             log.info("request", extra={"fields": log_fields(run, job, outcome, scope)})
         if state.tracer is not None:

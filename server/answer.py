@@ -123,8 +123,8 @@ class Generating:
             self._log.info("request", extra={"fields": {"reason": "client_gone", "detail": "before its body was read"}})
         except RequestRejected as error:
             self._metrics.ended("refused")
-            # The name of a field that does not exist is the client's word, and no word of theirs is logged.
-            param = None if error.code == "unknown-field" else error.param
+            # The name of a field that does not exist, or comes twice, is the client's word: none of theirs is logged.
+            param = None if error.code in ("unknown-field", "duplicate-key") else error.param
             fields = {"route": scope["path"], "reason": "refused", "code": error.code, "param": param}
             self._log.info("request", extra={"fields": fields})
             await error_response(self._api.explain(error))(scope, receive, send)

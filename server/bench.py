@@ -1,4 +1,5 @@
-"""``gtp-serve bench URL``: a load shaped like rollouts, and what it took; optionally with pushes of new weights.
+"""``gtp-serve bench URL``: a load shaped like rollouts, and what it took; optionally with pushes of new weights.  Or,
+with ``--parity``, no load but a comparison of log-probabilities.
 
 Closed loop: so many requests at a time, the next when one ends.
 """
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlunsplit
@@ -23,28 +25,49 @@ from gtp_serve.progress import Bar
 from gtp_serve.refit.client import WeightsClient
 from gtp_serve.server.admin_key import API_KEY_VARIABLE, check_key, find_admin_key, read_key
 from gtp_serve.server.bench_http import Connection, parse_url
-from gtp_serve.server.bench_load import Sample, Shape, plan_jobs, run_load
+from gtp_serve.server.bench_load import Job, Sample, Shape, plan_jobs, run_load
 from gtp_serve.server.bench_numbers import summarise, timeline
+from gtp_serve.server.bench_parity import (
+    WORRYING,
+    Scored,
+    ask_all,
+    parity_table,
+    read_scores,
+    score_with_transformers,
+    summarise_parity,
+    to_make,
+)
 from gtp_serve.server.bench_plot import draw
 from gtp_serve.server.bench_push import Push, push_repeatedly
+
+_DEFAULTS = {"groups": (64, 16), "inputs": (512, 32), "out": (256, 32)}
+"""(of a load, of a comparison)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.description = "Put a load shaped like rollouts on a server: groups of samples, long-tailed lengths."
     parser.add_argument("url", metavar="URL", help="of the server, for example http://127.0.0.1:30000")
-    parser.add_argument("--groups", metavar="N", type=_positive, default=64, help="prompts (64)")
+    parser.add_argument("--groups", metavar="N", type=_positive, help="prompts (64; with --parity 16)")
     parser.add_argument("--samples", "--n", metavar="N", type=_positive, default=8, help="replies to each prompt (8)")
     parser.add_argument(
-        "--in", metavar="N", dest="inputs", type=_positive, default=512, help="tokens of a prompt (512)"
+        "--in", metavar="N", dest="inputs", type=_positive, help="tokens of a prompt (512; with --parity 32)"
     )
-    parser.add_argument("--out", metavar="N", type=_positive, default=256, help="mean tokens of a reply (256)")
+    parser.add_argument(
+        "--out", metavar="N", type=_positive, help="mean tokens of a reply (256; with --parity all have 32)"
+    )
     parser.add_argument(
         "--spread", metavar="S", type=_spread, default=0.8, help="of log-normal lengths; 0: equal (0.8)"
     )
     parser.add_argument("--concurrency", metavar="N", type=_positive, default=64, help="requests at a time (64)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of prompts, lengths and sampling (0)")
     parser.add_argument("--timeout", metavar="S", type=_seconds, default=300.0, help="of silence in a reply (300)")
+    parser.add_argument(
+        "--parity",
+        metavar="WHERE",
+        help="no load: compare greedy tokens and log-probabilities with transformers on this Hugging Face folder, or"
+        " log-probabilities with a trainer's in this JSON-lines file (input_ids, output_ids, logprobs)",
+    )
     parser.add_argument("--push", metavar="PATH", help="checkpoint to push meanwhile, as the server's machine sees it")
     parser.add_argument("--every", metavar="S", type=_seconds, default=20.0, help="seconds between pushes (20)")
     parser.add_argument(
@@ -82,17 +105,22 @@ def run(args: argparse.Namespace) -> int:
     :raises EngineFault: when every request failed.
     """
     url = parse_url(args.url)
+    for name, (load, parity) in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, load if args.parity is None else parity)
     shape = Shape(
         groups=args.groups,
         samples=args.samples,
         input_tokens=args.inputs,
         output_tokens=args.out,
-        spread=args.spread,
+        spread=0.0 if args.parity is not None else args.spread,
         concurrency=args.concurrency,
         seed=args.seed,
     )
     _check_writable([path for path in (args.json, args.plot) if path not in (None, "-")])
     key = _api_key(args.api_key_file)
+    if args.parity is not None:
+        return _run_parity(args, url, key, shape)
     pusher = _pusher(args, url, key)
     info, samples, pushes, seconds = asyncio.run(_measure(args, url, key, shape, pusher))
     numbers = summarise(samples, pushes, seconds)
@@ -102,6 +130,48 @@ def run(args: argparse.Namespace) -> int:
         )
     _write(args, info, shape, numbers, samples, pushes)
     return 1 if numbers["failed"] or any(push.error for push in pushes) else 0
+
+
+def _run_parity(args: argparse.Namespace, url: SplitResult, key: str | None, shape: Shape) -> int:
+    for option, given in (("--push", args.push), ("--plot", args.plot)):
+        if given is not None:
+            raise UsageError(f"{option} belongs to a load, and --parity puts none on the server")
+    place = Path(args.parity)
+    if not place.exists():
+        raise UsageError(f"--parity {place} is neither a folder nor a file")
+
+    theirs = None if place.is_dir() else read_scores(place)
+
+    async def measure() -> tuple[dict[str, Any], list[Scored]]:
+        info = await _model_info(url, key, args.timeout)
+        scored = theirs or [to_make(job) for job in _plan(replace(shape, samples=1), info)]
+        await ask_all(url, key, args.timeout, scored, shape.concurrency)
+        return info, scored
+
+    info, scored = asyncio.run(measure())
+    if theirs is None:
+        score_with_transformers(place, info["dtype"], scored)
+    numbers = summarise_parity(scored)
+    if args.json is not None:
+        _save(
+            args.json, json.dumps({"bench_version": __version__, "server": _server(info), "parity": numbers}, indent=1)
+        )
+    if args.json != "-":
+        sys.stdout.write("\n".join(parity_table(info, place, numbers)) + "\n")
+    return 1 if numbers["token_mult_prob_error"] > WORRYING else 0
+
+
+async def _model_info(url: SplitResult, key: str | None, seconds: float) -> dict[str, Any]:
+    first = Connection(url, key, seconds)
+    try:
+        found: dict[str, Any] = await first.get_json("/model_info")
+        return found
+    finally:
+        first.close()
+
+
+def _plan(shape: Shape, info: dict[str, Any]) -> list[Job]:
+    return plan_jobs(shape, vocab_size=info["vocab_size"], max_context=info["max_context"], never=info["eos_token_ids"])
 
 
 def _check_writable(paths: Sequence[str]) -> None:
@@ -127,12 +197,8 @@ def _pusher(args: argparse.Namespace, url: SplitResult, api_key: str | None) -> 
 async def _measure(
     args: argparse.Namespace, url: SplitResult, key: str | None, shape: Shape, pusher: WeightsClient | None
 ) -> tuple[dict[str, Any], list[Sample], list[Push], float]:
-    first = Connection(url, key, args.timeout)
-    try:
-        info = await first.get_json("/model_info")
-    finally:
-        first.close()
-    jobs = plan_jobs(shape, vocab_size=info["vocab_size"], max_context=info["max_context"], never=info["eos_token_ids"])
+    info = await _model_info(url, key, args.timeout)
+    jobs = _plan(shape, info)
     pushes: list[Push] = []
     began = time.monotonic()
     with Bar("requests", len(jobs), unit="requests") as bar:
@@ -164,25 +230,31 @@ def _write(
     samples: Sequence[Sample],
     pushes: Sequence[Push],
 ) -> None:
-    try:
-        if args.json is not None:
-            text = json.dumps(_document(info, shape, numbers), indent=1) + "\n"
-            if args.json == "-":
-                sys.stdout.write(text)
-            else:
-                Path(args.json).write_text(text, encoding="utf-8")
-        if args.plot is not None:
-            Path(args.plot).write_text(_picture(info, shape, numbers, samples, pushes), encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentFault(f"{error.filename} cannot be written: {error.strerror}") from error
+    if args.json is not None:
+        _save(args.json, json.dumps(_document(info, shape, numbers), indent=1))
+    if args.plot is not None:
+        _save(args.plot, _picture(info, shape, numbers, samples, pushes))
     if args.json != "-":
         sys.stdout.write("\n".join(table(info, shape, numbers)) + "\n")
 
 
+def _save(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"{error.filename} cannot be written: {error.strerror}") from error
+
+
+def _server(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: info.get(name) for name in ("served_model_name", "server_version", "device", "dtype")}
+
+
 def _document(info: dict[str, Any], shape: Shape, numbers: dict[str, Any]) -> dict[str, Any]:
     asked = {name: getattr(shape, name) for name in Shape.__slots__}
-    server = {name: info.get(name) for name in ("served_model_name", "server_version", "device", "dtype")}
-    return {"bench_version": __version__, "server": server, "load": asked, **numbers}
+    return {"bench_version": __version__, "server": _server(info), "load": asked, **numbers}
 
 
 def _picture(

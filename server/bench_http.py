@@ -56,6 +56,10 @@ class Connection:
         """
         return json.loads(b"".join([piece async for piece in self._ask("GET", path, b"")]))
 
+    async def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The body of the answer to a POST; raises as ``get_json``."""
+        return json.loads(b"".join([piece async for piece in self._ask("POST", path, json.dumps(body).encode())]))
+
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """The JSON of each event of a streamed answer, until ``[DONE]``."""
         rest = b""

@@ -17,6 +17,8 @@ from gtp_serve.errors import RequestRejected
 
 MAX_BODY_BYTES = 32 << 20
 MAX_BODY_STRINGS = 100_000
+MAX_BODY_DEPTH = 128
+"""Objects and lists inside one another."""
 BODY_TIMEOUT_SECONDS = 60.0
 _DISCARDED_TIMES = 4
 """A body up to so many times its limit is read to its end before it is refused: closing earlier would lose the
@@ -152,10 +154,22 @@ def _refuse_double_keys(raw: bytes, value: dict[str, Any], max_strings: int) -> 
 
 
 def _keys(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _keys(inner)
-    elif isinstance(value, list) and not set(map(type, value)).isdisjoint((dict, list)):
-        for inner in value:
-            yield from _keys(inner)
+    """All keys in a value, however they are nested.
+
+    A loop and not a recursion: the parser allows more levels than a call stack that is half used has left.
+
+    :raises RequestRejected: below the deepest level that is taken.
+    """
+    level: list[Any] = [value]
+    for _ in range(MAX_BODY_DEPTH):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                yield from one
+                below += one.values()
+            elif isinstance(one, list) and not set(map(type, one)).isdisjoint((dict, list)):
+                below += one
+        level = [one for one in below if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise RequestRejected(f"the body is nested more than {MAX_BODY_DEPTH} levels deep", code="invalid-json")

@@ -7,6 +7,7 @@ longer than a user should wait for the first answer.
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from gtp_serve.budget import Budget, plan_memory
 from gtp_serve.config import EngineConfig, ModelConfig
 from gtp_serve.engine.client import EngineClient
 from gtp_serve.engine.messages import Phase
+from gtp_serve.engine.process import WorkerProcess
 from gtp_serve.errors import NoTokenizer, UsageError
 from gtp_serve.hardware import Hardware, count_threads, find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
@@ -30,13 +32,14 @@ from gtp_serve.loaders.checkpoint import Checkpoint
 from gtp_serve.loaders.facts import Facts
 from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer, model_with_tokenizer
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles, read_template, tokenizer_at
+from gtp_serve.server.early_engine import EarlyEngine
 from gtp_serve.server.grammar_check import GrammarChecker, checker_argv
-from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv, saved_overrides
+from gtp_serve.server.launch import Launch, absolute, first_prompt_ids, launch_argv, saved_overrides, write_order
 from gtp_serve.server.metrics import Metrics
 from gtp_serve.server.options import ServeOptions
 from gtp_serve.server.page.picture import describe_checkpoint
 from gtp_serve.server.startup import ReadyNote, Reporter
-from gtp_serve.server.state import ServerState, Serving
+from gtp_serve.server.state import Managed, ServerState, Serving
 from gtp_serve.sizes import GIB, format_gib
 
 _FIRST_TEXT = "2+2="
@@ -68,8 +71,10 @@ class Bringup:
         port: Phase,
         url: str,
         started: float,
+        early: EarlyEngine | None = None,
     ) -> None:
-        self.client: EngineClient | None = None
+        self.client: Managed | None = None
+        self._early = early
         self._options = options
         self._reporter = reporter
         self._state = state
@@ -81,13 +86,13 @@ class Bringup:
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_json: str | None = None
 
-    async def run(self) -> EngineClient:
+    async def run(self) -> Managed:
         """Until the server is ready.
 
         :raises GtpServeError: whatever is in the way, before any weight is read where that is possible.
         """
         options = self._options
-        hardware = await asyncio.to_thread(find_hardware)
+        hardware = await self._find_hardware()
         self._reporter.title(_title(hardware))
         self._reporter.phase(self._port)
         with self._phase("read checkpoint index") as say:
@@ -110,29 +115,49 @@ class Bringup:
             self._reporter.line("WARNING", "checkpoint", {"says": warning})
         return await self._start_engine(found, budget, hardware)
 
-    async def _start_engine(self, found: Found, budget: Budget, hardware: Hardware) -> EngineClient:
+    async def _start_engine(self, found: Found, budget: Budget, hardware: Hardware) -> Managed:
+        launch = self._launch(found, budget, hardware)
+        self._engine_started = time.monotonic()
+        self._on_phase(Phase(name=_START_ENGINE, state="running"))
+        client = await self._start_client(launch)
+        self._serve(client, found, budget)
+        return client
+
+    async def _find_hardware(self) -> Hardware:
+        """Of the machine where the engine is to run."""
+        return await asyncio.to_thread(find_hardware)
+
+    def _launch(self, found: Found, budget: Budget, hardware: Hardware) -> Launch:
         options = self._options
         encoded = self._tokenizer.encode(_FIRST_TEXT) if self._tokenizer is not None else []
-        launch = Launch(
+        return Launch(
             ckpt=absolute(options.ckpt),
             iteration=options.iteration,
             saved=options.saved,
             engine=budget.engine,
-            threads=max(1, count_threads(hardware.cores) // options.tp),
+            threads=options.threads or max(1, count_threads(hardware.cores) // options.tp),
             tokenizer=self._tokenizer_json,
             refit_seconds=options.refit_timeout,
             refit_host=_meeting_host(options),
             first_prompt=first_prompt_ids(encoded, budget.engine.model.vocab_size, budget.engine.model.bos_token_id),
         )
-        self._engine_started = time.monotonic()
-        self._on_phase(Phase(name=_START_ENGINE, state="running"))
-        client = await EngineClient.start(launch_argv(launch, warnings=options.verbosity > 0), on_phase=self._on_phase)
-        self.client = client
+
+    async def _start_client(self, launch: Launch) -> Managed:
+        """The engine, once it serves; ``client`` is set as soon as there is something to stop."""
+        self.client = client = await EngineClient.open(
+            lambda endpoint: self._connect(launch, endpoint), on_phase=self._on_phase
+        )
         await client.wait_ready()
-        self._serve(client, found, budget)
         return client
 
-    def _serve(self, client: EngineClient, found: Found, budget: Budget) -> None:
+    async def _connect(self, launch: Launch, endpoint: str) -> WorkerProcess:
+        """The process that was started early, or one that starts now."""
+        if self._early is not None:
+            return await WorkerProcess.adopt(self._early.hand_over(write_order(launch, endpoint)))
+        argv = launch_argv(launch, warnings=self._options.verbosity > 0)
+        return await WorkerProcess.spawn([*argv, "--endpoint", endpoint])
+
+    def _serve(self, client: Managed, found: Found, budget: Budget) -> None:
         seconds = time.monotonic() - self._started
         name = self._options.name or _default_name(self._options.ckpt)
         facts = {"num_parameters": found.facts.parameters, "checkpoint_format": found.facts.format}
@@ -146,7 +171,7 @@ class Bringup:
                 tokenizer=self._tokenizer,
                 name=name,
                 grammars=self._grammars(budget.engine.model),
-                facts=facts,
+                facts=facts | self._more_facts(),
                 checkpoint=found.described,
             )
         )
@@ -162,6 +187,10 @@ class Bringup:
                 page=self._options.page,
             )
         )
+
+    def _more_facts(self) -> dict[str, Any]:
+        """Further lines of ``/model_info``."""
+        return {}
 
     def _grammars(self, model: ModelConfig) -> GrammarChecker | None:
         if self._tokenizer_json is None:
@@ -214,7 +243,8 @@ def _meeting_host(options: ServeOptions) -> str:
 def _default_name(ckpt: Path) -> str:
     """The folder's name; a Megatron iteration is named after its run."""
     path = ckpt.absolute()
-    return path.parent.name if path.name.startswith("iter_") else path.name
+    name = path.parent.name if path.name.startswith("iter_") else path.name
+    return os.fsencode(name).decode("utf-8", "replace")  # a file's name need not be valid text, a model's is
 
 
 def _quote(text: str) -> str:

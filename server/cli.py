@@ -32,7 +32,7 @@ from gtp_serve.server.settings import (
     merge,
 )
 
-COMMANDS = ("serve", "inspect", "convert", "bench", "demo", "doctor", "explain", "push", "weights")
+COMMANDS = ("serve", "cluster", "inspect", "convert", "bench", "demo", "doctor", "explain", "push", "weights")
 _MODULES = {"weights": "weights_cli"}
 """Where a command's name is not its module's."""
 
@@ -40,6 +40,7 @@ _DESCRIPTION = """\
 Serve a Megatron or Hugging Face checkpoint over HTTP, as it lies on disk.
 
   gtp-serve [serve] --ckpt PATH [options]   serve a checkpoint
+  gtp-serve cluster --ckpt PATH [options]   the same from several engines, on Ray
   gtp-serve inspect PATH [--json]           what is in it, will it run here
   gtp-serve convert PATH --to hf OUT        the same weights as another kind of checkpoint
   gtp-serve bench URL                       put a load shaped like rollouts on a server
@@ -91,6 +92,9 @@ def _dispatch(words: list[str]) -> int:
         options = to_options(given)
         serve = importlib.import_module("gtp_serve.server.serve")
         return cast(int, serve.run(options))
+    if command == "cluster":
+        cluster = importlib.import_module("gtp_serve.server.cluster")
+        return cast(int, cluster.run(rest, parse_serve))
     module = cast(_Command, importlib.import_module(f"gtp_serve.server.{_MODULES.get(command, command)}"))
     parser = _Parser(prog=f"gtp-serve {command}", allow_abbrev=False)
     module.add_arguments(parser)

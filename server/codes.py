@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gtp_serve.server.codes_cluster import CLUSTER_CODES
 from gtp_serve.server.codes_command import COMMAND_CODES
 from gtp_serve.server.codes_request import REQUEST_CODES
 from gtp_serve.server.codes_weights import WEIGHT_CODES
@@ -41,7 +42,7 @@ This page is made from the table that `explain` reads: `gtp-serve explain --mark
 
 def all_codes() -> Iterator[Code]:
     """Every code, in the page's order."""
-    for groups in (COMMAND_CODES, REQUEST_CODES, WEIGHT_CODES):
+    for groups in (COMMAND_CODES, REQUEST_CODES, WEIGHT_CODES, CLUSTER_CODES):
         for group, entries in groups.items():
             for name, (seen, meaning, do) in entries.items():
                 yield Code(name, group, seen, meaning, do)

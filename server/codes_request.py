@@ -32,8 +32,8 @@ REQUEST_CODES: Mapping[str, Entries] = {
         "invalid-json": ("HTTP 400", "The body is not a JSON object.", "The message says where reading ended."),
         "invalid-text": (
             "HTTP 400",
-            "The text holds half of a surrogate pair, which is no character.",
-            "Send valid Unicode.",
+            "The text holds half of a surrogate pair, which is no character, or the tokenizer gives up on it.",
+            "Send valid Unicode; break up very long runs of one character.",
         ),
         "wrong-media-type": ("HTTP 415", "The body is of another type.", "Send `content-type: application/json`."),
         "body-too-large": ("HTTP 413", "The body is larger than the route takes.", "Send fewer prompts in one call."),
@@ -114,6 +114,11 @@ REQUEST_CODES: Mapping[str, Entries] = {
             "finish_reason abort",
             "No token could follow that the grammar allows.",
             "The tokenizer cannot spell what the grammar asks for; widen the grammar.",
+        ),
+        "no-token-allowed": (
+            "finish_reason abort",
+            "`allowed_token_ids`, `bad_words` and `min_new_tokens` together leave no token to choose.",
+            "Allow more tokens, or forbid fewer words.",
         ),
         "non-finite-logits": (
             "finish_reason abort",

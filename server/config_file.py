@@ -45,6 +45,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or of a number of thousands of digits
         reason = str(error) or type(error).__name__
         raise UsageError(f"the configuration file {path} is not TOML: {reason}") from error

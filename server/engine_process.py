@@ -31,6 +31,7 @@ from gtp_serve.config import EngineConfig
 from gtp_serve.engine.all_ranks import News
 from gtp_serve.engine.collective import GroupCollective, join_group
 from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.far import Store
 from gtp_serve.engine.follower import Follower, Work, run_follower
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.messages import Phase
@@ -64,14 +65,16 @@ def lead(launch: Launch, endpoint: str, leader: Leader | None) -> int:
     return run_worker(endpoint, lambda report: build_engine(launch, report, leader))
 
 
-def follow(launch: Launch, rank: int, link: int, meeting: int) -> int:
+def follow(launch: Launch, rank: int, link: int, meeting: int, store: Store | None = None) -> int:
     """Be another rank until told to stop; returns the exit code.
 
     :param link: descriptor of the socket to rank 0.
-    :param meeting: descriptor of the file where the ranks meet.
+    :param meeting: descriptor of the file where the ranks meet; -1 when they meet in ``store``.
     """
     _set_up(launch)
-    return run_follower(link, meeting, rank, launch.engine.tp, lambda follower: build_follower(launch, follower))
+    return run_follower(
+        link, meeting, rank, launch.engine.tp, lambda follower: build_follower(launch, follower), store=store
+    )
 
 
 def _set_up(launch: Launch) -> None:
@@ -89,11 +92,12 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engin
     with _Phase("start engine", report) as phase:
         check_device(config, rank=0)
         decoder = empty_decoder(config, None if leader is None else leader.join(_connect(config)))
-        store = keep_weights(decoder)
+        store = keep_weights(decoder, config)
         phase.done(_engine_words(launch, decoder))
     grammars = _build_grammars(launch)
     with _Phase("load weights", report) as phase:
         read = _load_with_others(launch, decoder, leader, phase)
+        store.derive(staged=False)
         phase.done(f"{format_gib(read)} at {format_gib(int(read / max(phase.seconds, 1e-6)))}/s")
     with _Phase("allocate KV cache", report) as phase:
         pool = build_pool(config, decoder)
@@ -121,10 +125,11 @@ def build_follower(launch: Launch, rank: Follower) -> Work:
     :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
     """
     config = launch.engine
-    check_device(config, rank=rank.rank)
+    check_device(config, rank=rank.rank if launch.far is None else 0)  # far ranks each see the one GPU they have
     decoder = empty_decoder(config, rank.join(_connect(config)))
-    store = keep_weights(decoder)
+    store = keep_weights(decoder, config)
     read = _load_weights(launch, decoder, rank.note_loading)
+    store.derive(staged=False)
     pool = build_pool(config, decoder)
     model, _ = with_graphs(config, decoder, pool)
     rank.weights = _rank_weights(launch, decoder, store, pool, rank.report)

@@ -17,6 +17,8 @@ from gtp_serve.server.http_errors import plain_error
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
+HEAD_SECONDS = 60.0
+"""From the first byte of a request, or from a new connection, until its head must have come."""
 _CLOSE_SECONDS = 2
 """From the end of serving until connections that still send are cut."""
 
@@ -25,11 +27,54 @@ class BoundedHttp(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol; the parser itself has no limit on the size of URL and headers."""
 
     _head_bytes = 0
+    _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected; it is to say something soon."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes, which end the wait between two requests; so the wait for the rest of a head begins."""
+        super().data_received(data)
+        answered = self.cycle is None or self.cycle.response_complete
+        if self._in_head and answered and self._head_timer is None and not self.transport.is_closing():
+            self._wait_for_head()
 
     def on_message_begin(self) -> None:
         """A new request."""
         self._head_bytes = 0
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The whole head is there."""
+        self._in_head = False
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The whole request is there; what comes next is another one's head."""
+        self._in_head = True
+        super().on_message_complete()
+
+    def _wait_for_head(self) -> None:
+        self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the URL."""

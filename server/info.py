@@ -80,6 +80,7 @@ class InfoRoutes:
             "prefix_cache": engine.prefix_cache,
             "graphs": engine.graphs,
             "attention_backend": engine.attention,
+            "quant": engine.quant,
             "deterministic": engine.deterministic,
             "refit_memory": engine.refit_memory,
             "running_requests": stats.running,

@@ -91,6 +91,10 @@ class Metrics:
         for flavour in aliases:
             self._aliases.register(Aliases(registry, flavour, lambda: _model_name(state)))
 
+    def add(self, collector: Collector) -> None:
+        """Further numbers, asked for when these are."""
+        self._registry.register(collector)
+
     def ended(self, outcome: Outcome, seconds: float | None = None) -> None:
         """One sequence is over; ``seconds`` since its request came, when it was answered."""
         self.requests.labels(outcome).inc()
@@ -131,7 +135,10 @@ class _EngineGauges(Collector):
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         yield GaugeMetricFamily("gtp_serve_requests_running", "Sequences that hold KV blocks", value=stats.running)
         yield GaugeMetricFamily("gtp_serve_requests_waiting", "Sequences in the queue", value=stats.waiting)
+        yield GaugeMetricFamily("gtp_serve_calls_open", "Calls whose answer is not complete", self._state.num_calls)
         yield GaugeMetricFamily("gtp_serve_kv_usage_ratio", "Share of KV blocks in use", value=used)
+        free = stats.kv_blocks_total - stats.kv_blocks_used
+        yield GaugeMetricFamily("gtp_serve_kv_blocks_free", "KV blocks that no sequence holds", value=free)
         yield GaugeMetricFamily(
             "gtp_serve_last_step_age_seconds",
             "Seconds without a step while there is work",
@@ -144,7 +151,14 @@ class _EngineGauges(Collector):
         yield CounterMetricFamily(
             "gtp_serve_preemptions", "Sequences that gave up their KV to older ones", stats.preemptions_total
         )
+        yield CounterMetricFamily(
+            "gtp_serve_non_finite_logits",
+            "Requests that ended because a logit was not a finite number",
+            stats.non_finite_total,
+        )
         weights = serving.client.weights
+        under_way = weights.update is not None
+        yield GaugeMetricFamily("gtp_serve_weight_update_under_way", "1: an update has not ended", value=under_way)
         torn = bool(weights.torn)
         yield GaugeMetricFamily("gtp_serve_weights_torn", "1: no whole weights, nothing serves", value=torn)
         yield GaugeMetricFamily("gtp_serve_engine_paused", "1: somebody holds the steps", value=weights.paused)

@@ -1,7 +1,6 @@
 """``GET /openapi.json``: made from the tables that the routes read their fields with, so that it cannot say otherwise.
 
-Every path of the application is in it.  Routes of other servers and of the weights are listed with their methods; their
-bodies are described in docs/refit.md.
+Every path of the application is in it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from gtp_serve.server.http_errors import JsonResponse
 from gtp_serve.server.openai.fields import Schema
 from gtp_serve.server.openapi_bodies import BODIES
 from gtp_serve.server.openapi_replies import ERROR, REPLIES
+from gtp_serve.server.openapi_weights import WEIGHT_BODIES, WEIGHT_QUERIES, WEIGHT_REPLIES, WEIGHT_STREAMS
 
 PATH = "/openapi.json"
 _SUMMARIES: Mapping[str, tuple[str, str]] = {
@@ -44,8 +44,21 @@ _SUMMARIES: Mapping[str, tuple[str, str]] = {
     "/stats": ("Status", "The numbers of the page, as JSON"),
     "/checkpoint": ("Status", "What is known of the checkpoint that is served"),
 }
+_WEIGHTS: Mapping[str, str] = {
+    "/weights": "What serves, what is on its way, what has been",
+    "/weights/checksum": "Digest of every parameter, computed now",
+    "/weights/layout": "The model's tensors, and each rank's parameters as shards",
+    "/weights/updates": "Begin an update",
+    "/weights/updates/{id}": "One update, under way or ended",
+    "/weights/updates/{id}/commit": "Let a verified update serve",
+    "/weights/updates/{id}/abort": "Drop an update that is not committed",
+    "/weights/rollback": "Back to the version before",
+    "/pause": "Run no step",
+    "/resume": "Run steps again",
+}
 _STREAMS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
-_TEXTS: Mapping[str, str] = {"/metrics": "text/plain"}
+_TEXTS: Mapping[str, str] = {"/metrics": "text/plain", "/flush_cache": "text/plain"}
+_EMPTY = frozenset({"/abort_request"})
 _HIDDEN = frozenset({PATH, "/", "/docs", "/icon.svg"})
 
 
@@ -86,19 +99,29 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _operation(path: str, method: str) -> dict[str, Any]:
-    tag, summary = _SUMMARIES.get(path, ("Weights and other servers' routes", path))
+    theirs = ("Other servers' routes", f"{path[1:].replace('_', ' ')}, as SGLang or vLLM have it")
+    tag, summary = _SUMMARIES.get(path, ("Weights", _WEIGHTS[path]) if path in _WEIGHTS else theirs)
     listed = path in _SUMMARIES
     name = "_".join([method.lower(), *(part for part in path.replace("{", "").replace("}", "").split("/") if part)])
     operation: dict[str, Any] = {"operationId": name, "tags": [tag], "summary": summary, "responses": _responses(path)}
     if not listed:
         operation["security"] = [{"admin_key": []}, {}]
-    parameters = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    in_path = [_parameter(part[1:-1]) for part in path.split("/") if part.startswith("{")]
+    parameters = [*in_path, *WEIGHT_QUERIES.get((path, method), ())]
     if parameters:
-        operation["parameters"] = [_parameter(name) for name in parameters]
+        operation["parameters"] = parameters
     if method in ("POST", "PUT"):
-        body = BODIES.get(path, {"type": "object"})
-        operation["requestBody"] = {"required": listed, "content": {"application/json": {"schema": body}}}
+        operation["requestBody"] = _request_body(path, listed)
     return operation
+
+
+def _request_body(path: str, listed: bool) -> dict[str, Any]:
+    body = BODIES[path] if listed else WEIGHT_BODIES[path]
+    content = {"application/json": {"schema": body}}
+    if path in WEIGHT_STREAMS:
+        kind, schema = WEIGHT_STREAMS[path]
+        content[kind] = {"schema": schema}
+    return {"required": listed or "required" in body or "anyOf" in body, "content": content}
 
 
 def _parameter(name: str) -> dict[str, Any]:
@@ -106,16 +129,25 @@ def _parameter(name: str) -> dict[str, Any]:
 
 
 def _responses(path: str) -> dict[str, Any]:
+    error: Schema = {"$ref": "#/components/schemas/Error"}
+    if path in WEIGHT_REPLIES:
+        statuses, schema = WEIGHT_REPLIES[path]
+        told = {status: _json("Under way" if status == "202" else "Done", schema) for status in statuses}
+        return told | {name: _json("Why not", error) for name in ("4XX", "500", "503", "504")}
     if path not in _SUMMARIES:
         anything: Schema = {}
-        return {"default": _json("Done, or why not", anything)}
+        told = _json("Done, or why not, as that server says it", anything)
+        if path in _EMPTY:
+            del told["content"]  # its good answer has no body
+        if path in _TEXTS:
+            told["content"][_TEXTS[path]] = {"schema": {"type": "string"}}
+        return {"default": told}
     if path in _TEXTS:
         good: dict[str, Any] = {"description": "Text", "content": {_TEXTS[path]: {"schema": {"type": "string"}}}}
     else:
         good = _json("The answer", REPLIES.get(path, {"type": "object"}))
     if path in _STREAMS:
         good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    error: Schema = {"$ref": "#/components/schemas/Error"}
     return {
         "200": good,
         "4XX": _json("The request is at fault", error),
@@ -129,5 +161,5 @@ def _json(description: str, schema: Schema) -> dict[str, Any]:
 
 
 def described(paths: Iterable[str]) -> list[str]:
-    """Those of the paths whose bodies and answers the document describes."""
+    """Those of the paths that need no admin key."""
     return [path for path in paths if path in _SUMMARIES]

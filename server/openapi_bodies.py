@@ -10,6 +10,7 @@ from gtp_serve.server.openai.fields import (
     CHAT_AT_DEFAULT,
     CHAT_NUMBERS,
     CHAT_SCHEMAS,
+    CHOICE_LISTS,
     COMPLETION_AT_DEFAULT,
     COMPLETION_NUMBERS,
     COMPLETION_SCHEMAS,
@@ -99,6 +100,7 @@ _SAMPLING_LISTS: Mapping[str, Schema] = {
     "regex": {**_TEXT, "maxLength": MAX_GRAMMAR_CHARS},
     "ebnf": {**_TEXT, "maxLength": MAX_GRAMMAR_CHARS},
     "choice": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
+    **CHOICE_LISTS,
 }
 _SAMPLING = object_schema(SAMPLING, _SAMPLING_LISTS, SAMPLING_AT_DEFAULT)
 _RID: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_RID_CHARS}

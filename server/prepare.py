@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gtp_serve.engine.limits import check_options
+from gtp_serve.engine.limits import check_allowed, check_bad_words, check_options
 from gtp_serve.errors import PromptTooLong, RequestRejected
 from gtp_serve.request import Grammar, Request, SamplingParams
 from gtp_serve.server.calls import Call, Prompt
@@ -17,8 +17,10 @@ from gtp_serve.server.schemas import MAX_SEED
 from gtp_serve.server.state import Serving
 from gtp_serve.text import TextTokenizer, special_stops
 
-_LONG_TEXT = 2048
-"""Characters of a call from which tokenising leaves the event loop."""
+_LONG_TEXT = 128
+"""Characters of a call from which tokenising leaves the event loop: about a tenth of a millisecond.  A trainer sends
+hundreds of prompts at the same moment, and what they take together is what every stream would wait.
+"""
 CHARS_PER_TOKEN = 256
 """No token stands for more characters, so a longer text cannot fit the context and is not tokenised at
 all.
@@ -31,6 +33,7 @@ _FIELDS = {
     "regex": "regex",
     "choice": "choice",
     "lark": "ebnf",
+    "tool_calls": "tool_calls",
 }
 
 
@@ -171,10 +174,11 @@ def _job(
     _check_ids(sampling.stop_token_ids, vocab, "sampling_params.stop_token_ids")
     hidden = _hidden_stops(sampling, serving)
     _check_ids([token for token, _ in sampling.logit_bias], vocab, "sampling_params.logit_bias")
+    check_allowed(sampling.allowed_token_ids, vocab)
     request = Request(
         rid=prompt.rid,
         input_ids=ids,
-        sampling=_engine_sampling(prompt, new, tuple(hidden), grammars),
+        sampling=_engine_sampling(prompt, new, tuple(hidden), grammars, _bad_words(sampling, serving)),
         logprobs=prompt.logprobs,
         cache_salt=call.cache_salt,
         deadline_seconds=call.deadline_seconds,
@@ -204,8 +208,30 @@ def _hidden_stops(sampling: Sampling, serving: Serving) -> dict[int, str]:
     return special_stops(sampling.stop, tokenizer, serving.engine.model.vocab_size)
 
 
+def _bad_words(sampling: Sampling, serving: Serving) -> tuple[tuple[int, ...], ...]:
+    """Each text as its ids, and once more as it is spelled after a space where that is another word of as many."""
+    found: list[tuple[int, ...]] = []
+    for word in sampling.bad_words:
+        if isinstance(word, str):
+            tokenizer = _require_tokenizer(serving, "sampling_params.bad_words")
+            plain, spaced = (
+                tuple(tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False)) for space in ("", " ")
+            )
+            found.append(plain)
+            if plain and spaced[:1] != plain[:1] and len(spaced) == len(plain):
+                found.append(spaced)
+        else:
+            found.append(word)
+    check_bad_words(found, serving.engine.model.vocab_size)
+    return tuple(found)
+
+
 def _engine_sampling(
-    prompt: Prompt, new: int, hidden: tuple[int, ...], grammars: Mapping[Grammar, Grammar]
+    prompt: Prompt,
+    new: int,
+    hidden: tuple[int, ...],
+    grammars: Mapping[Grammar, Grammar],
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     sampling = prompt.sampling
     return SamplingParams(
@@ -223,6 +249,8 @@ def _engine_sampling(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
         grammar=None if sampling.grammar is None else grammars[sampling.grammar],
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=bad_words,
     )
 
 

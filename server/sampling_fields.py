@@ -9,6 +9,9 @@ from typing import Any
 import orjson
 
 from gtp_serve.engine.limits import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED,
     MAX_CHOICES,
@@ -58,6 +61,10 @@ class Sampling:
     """(token id, bias), ascending."""
     grammar: Grammar | None
     """As given: not compiled yet."""
+    allowed_token_ids: tuple[int, ...]
+    """Ascending; empty: all."""
+    bad_words: tuple[str | tuple[int, ...], ...]
+    """Texts, not tokenized yet, and sequences of ids."""
 
 
 def read_sampling(given: Any, count: int, is_list: bool) -> list[Sampling]:
@@ -96,6 +103,8 @@ def _read_one_sampling(given: Any, prefix: str) -> Sampling:
         stop_token_ids=_read_stop_ids(given.get("stop_token_ids"), f"{prefix}stop_token_ids"),
         logit_bias=_read_bias(given.get("logit_bias"), f"{prefix}logit_bias"),
         grammar=_read_grammar(given, prefix),
+        allowed_token_ids=_read_allowed(given.get("allowed_token_ids"), f"{prefix}allowed_token_ids"),
+        bad_words=_read_bad_words(given.get("bad_words"), f"{prefix}bad_words"),
         **values,
     )
 
@@ -138,6 +147,36 @@ def _read_stop_ids(value: Any, param: str) -> tuple[int, ...]:
     return read_token_ids(value, param)
 
 
+def _read_allowed(value: Any, param: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_ALLOWED:
+        seen = f"{len(value)} of them" if isinstance(value, list) else describe(value)
+        raise RequestRejected(f"{param} must be a list of 1 to {MAX_ALLOWED} token ids, not {seen}", param=param)
+    return tuple(sorted({*read_token_ids(value, param)}))
+
+
+def _read_bad_words(value: Any, param: str) -> tuple[str | tuple[int, ...], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_BAD_WORDS // 2:
+        seen = f"{len(value)} of them" if isinstance(value, list) else describe(value)
+        raise RequestRejected(f"{param} must be a list of up to {MAX_BAD_WORDS // 2} words, not {seen}", param=param)
+    return tuple(_read_bad_word(word, f"{param}[{index}]") for index, word in enumerate(value))
+
+
+def _read_bad_word(word: Any, param: str) -> str | tuple[int, ...]:
+    if isinstance(word, list) and 1 <= len(word) <= MAX_BAD_WORD_IDS:
+        return read_token_ids(word, param)
+    if isinstance(word, str) and len(word) <= MAX_STOP_CHARS and word.strip():
+        return word
+    raise RequestRejected(
+        f"{param} must be a text of 1 to {MAX_STOP_CHARS} characters, not only white space, "
+        f"or a list of 1 to {MAX_BAD_WORD_IDS} token ids",
+        param=param,
+    )
+
+
 def _read_bias(value: Any, param: str) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
@@ -147,7 +186,9 @@ def _read_bias(value: Any, param: str) -> tuple[tuple[int, float], ...]:
         raise RequestRejected(f"{param} has {len(value)} ids", [("possible", f"up to {MAX_BIASED}")], param=param)
     found: dict[int, float] = {}
     for name, bias in value.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_TOKENS):
+        # One spelling for each id: of "3" and "03", the last would win without a word.
+        plain = name.isascii() and name.isdigit() and len(name) <= 10 and str(int(name)) == name
+        if not (plain and int(name) <= MAX_TOKENS):
             raise RequestRejected(f"{param} has '{name[:40]}', which is no token id", code="bad-token-id", param=param)
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
             raise RequestRejected(

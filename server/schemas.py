@@ -172,7 +172,8 @@ _CALL_NAMES = frozenset(
     | {"cache_salt", "extra_key", *CALL, *CALL_NUMBERS, *EACH}
 )
 _SAMPLING_NAMES = frozenset(
-    {"stop", "stop_token_ids", "seed", "logit_bias", "json_schema", "regex", "ebnf", "choice", *SAMPLING}
+    {"stop", "stop_token_ids", "seed", "logit_bias", "json_schema", "regex", "ebnf", "choice"}
+    | {"allowed_token_ids", "bad_words", *SAMPLING}
 )
 
 #: Other APIs' names for fields of ``sampling_params``.
@@ -192,6 +193,8 @@ _SAMPLING_SYNONYMS: Mapping[str, str] = {
     "stop_words": "stop",
     "best_of": "n",
     "num_return_sequences": "n",
+    "bad_words_ids": "bad_words",
+    "allowed_tokens": "allowed_token_ids",
     "include_stop_str_in_output": "no_stop_trim",
     "temp": "temperature",
 }

@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gtp_serve.errors import GtpServeError
 from gtp_serve.server.failures import print_failure
@@ -20,14 +22,23 @@ if TYPE_CHECKING:
 
 class _Supervise(Protocol):
     def run(
-        self, options: ServeOptions, listener: object, porch: Porch, tls: ssl.SSLContext | None, started: float
+        self,
+        options: ServeOptions,
+        listener: object,
+        porch: Porch,
+        tls: ssl.SSLContext | None,
+        started: float,
+        make: Callable[[], Any] | None = None,
     ) -> int: ...
 
     def report(self, options: ServeOptions, error: GtpServeError) -> int: ...
 
 
-def run(options: ServeOptions) -> int:
-    """Serve until told to stop; returns the exit code."""
+def run(options: ServeOptions, make: Callable[[], Any] | None = None) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    :param make: gives the start of something else than one engine on this machine.
+    """
     started = time.monotonic()
     try:
         tls = _tls(options)
@@ -38,12 +49,28 @@ def run(options: ServeOptions) -> int:
         return _supervise().report(options, error)
     with contextlib.closing(listener):
         porch = Porch(listener, tls)
-        try:
-            supervise = _supervise()
-        except BaseException:
-            porch.close()
-            raise
-        return supervise.run(options, listener, porch, tls, started)
+        with contextlib.ExitStack() as keep:
+            try:
+                if make is None:
+                    make = _start_early(options, keep)
+                supervise = _supervise()
+            except BaseException:
+                porch.close()
+                raise
+            return supervise.run(options, listener, porch, tls, started, make)
+
+
+def _start_early(options: ServeOptions, keep: contextlib.ExitStack) -> Callable[[], Any] | None:
+    """The engine process at once, since it needs longer than all else; None where it is not one process."""
+    early_engine = importlib.import_module("gtp_serve.server.early_engine")
+    if not early_engine.can_start_early(options.tp):
+        return None
+    try:
+        early = early_engine.EarlyEngine(warnings=options.verbosity > 0)
+    except OSError:
+        return None  # if it fails once more when its turn has come, the error says why
+    keep.callback(early.close)
+    return lambda: partial(importlib.import_module("gtp_serve.server.bringup").Bringup, early=early)
 
 
 def _tls(options: ServeOptions) -> ssl.SSLContext | None:

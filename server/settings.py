@@ -69,7 +69,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("kv_memory", _MEMORY, "KV cache, for example 4GiB (what fits)", "SIZE"),
     Setting("max_running", _MEMORY, "sequences in one step (64)", "N", "number"),
     Setting("threads", _MEMORY, "of each process that computes (one for each core)", "N", "number", shown="all"),
-    Setting("quant", _MEMORY, "int8: products read a smaller form of the weights, on a CPU (none)", "FORM", shown="all"),
+    Setting("quant", _MEMORY, "int8: products read smaller weights, on a CPU (none)", "FORM", shown="all"),
     Setting("prefix_cache", _MEMORY, "compute shared prompt beginnings anew", kind="switch", off=True),
     Setting("graphs", _MEMORY, "run each decode step eagerly", kind="switch", off=True),
     Setting("deterministic", _MEMORY, "same bits whatever runs beside it; slower", kind="switch"),

@@ -17,9 +17,10 @@ from gtp_serve.refit.orders import Control, UpdateRecord, WeightsStatus
 from gtp_serve.request import Grammar, Request, TokenEvent
 from gtp_serve.server.http_errors import Conflict
 from gtp_serve.server.tracing import Tracer
+from gtp_serve.server.version_counts import VersionCounts
 
 STALLED_SECONDS = 60.0
-"""Without a step for so long while there is work, the engine counts as stuck."""
+"""Without a step for so long while there is work, or without a sign of life, the engine counts as stuck."""
 
 
 class Client(Protocol):
@@ -57,6 +58,19 @@ class Client(Protocol):
 
     async def wait_update(self, update: str, seconds: float | None = None) -> UpdateRecord:
         """An update's record once it has ended."""
+        ...
+
+
+class Managed(Client, Protocol):
+    """What whoever starts and ends the server needs of it besides."""
+
+    fault: GtpServeError | None
+    """Why it is dead; None after a stop that was asked for."""
+    died: asyncio.Event
+    """Set when it is gone without having been asked to stop."""
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Let running requests end for so long, then end it."""
         ...
 
 
@@ -103,6 +117,7 @@ class ServerState:
         self.fault: GtpServeError | None = None
         self.tracer: Tracer | None = None
         """Takes a span for each finished request; None: nobody asked for them."""
+        self.by_version = VersionCounts(clock=clock)
 
     @property
     def serving(self) -> Serving | None:
@@ -129,10 +144,12 @@ class ServerState:
 
     def status(self) -> dict[str, Any]:
         """``/ready``'s body: where the server is in its life."""
-        if self.fault is not None or (self._serving is not None and self._serving.client.state == "dead"):
+        if self.fault is not None:
             return {"status": "failed"}
-        if self.stopping:
+        if self.stopping:  # its engine may have ended by now, as it was asked to
             return {"status": "stopping", "running": self._calls}
+        if self._serving is not None and self._serving.client.state == "dead":
+            return {"status": "failed"}
         if self._serving is None:
             return {"status": "starting", **self._phase_body()}
         weights = self._serving.client.weights
@@ -185,7 +202,7 @@ class ServerState:
             return f"the server is starting: {self._phase.name}"
         age = self._serving.client.stats().last_step_age_seconds
         if age > STALLED_SECONDS and not _is_held(self._serving.client.weights):
-            return f"the engine has made no step for {age:.0f} s though it has work"
+            return f"the engine has made no step, and given no sign of life, for {age:.0f} s"
         return None
 
     @contextmanager

@@ -16,6 +16,7 @@ import ssl
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -39,8 +40,11 @@ from gtp_serve.server.tracing import open_tracer
 from gtp_serve.server.weights_watch import watch_weights
 
 if TYPE_CHECKING:
-    from gtp_serve.engine.client import EngineClient
     from gtp_serve.server.bringup import Bringup
+    from gtp_serve.server.state import Managed
+
+    MakeBringup = Callable[[], Callable[..., Bringup]]
+    """Imports what brings the server up, which takes long, and gives it."""
 
 _TICK_SECONDS = 1.0
 _STATUS_SECONDS = 10.0
@@ -50,19 +54,25 @@ _FORCE_SECONDS = 0.5
 
 
 def run(
-    options: ServeOptions, listener: socket.socket, porch: Porch, tls: ssl.SSLContext | None, started: float
+    options: ServeOptions,
+    listener: socket.socket,
+    porch: Porch,
+    tls: ssl.SSLContext | None,
+    started: float,
+    make: MakeBringup | None = None,
 ) -> int:
     """Serve on a listening socket until told to stop; returns the exit code.
 
     :param porch: answers on the socket so far.
     :param tls: https instead of http.
     :param started: when the command began, monotonic.
+    :param make: gives the start of something else than one engine on this machine.
     """
     reporter = _reporter(options)
     log = set_up_logging(reporter, options.verbosity)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Server(options, reporter, log, listener, porch, tls, started).run())
+            return runner.run(_Server(options, reporter, log, listener, porch, tls, started, make).run())
     except Exception as error:
         if options.verbosity > 0:
             log.error("stack", exc_info=error)
@@ -101,6 +111,11 @@ def set_up_logging(reporter: Reporter, verbosity: int) -> logging.Logger:
     return log
 
 
+def _one_engine() -> Callable[..., Bringup]:
+    make: Callable[..., Bringup] = importlib.import_module("gtp_serve.server.bringup").Bringup
+    return make
+
+
 class _Signals:
     """SIGTERM and SIGINT as events: the first asks to drain, the second to end at once."""
 
@@ -132,8 +147,10 @@ class _Server:
         porch: Porch,
         tls: ssl.SSLContext | None,
         started: float,
+        make: MakeBringup | None = None,
     ) -> None:
         self._options = options
+        self._make = make
         self._reporter = reporter
         self._log = log
         self._listener = listener
@@ -199,8 +216,7 @@ class _Server:
     async def _load_bringup(self) -> Bringup:
         """Imported now and in a thread, so that the port answers while that goes on."""
         port = Phase(name=f"port {self._address}", state="ok", seconds=time.monotonic() - self._started)
-        module = await asyncio.to_thread(importlib.import_module, "gtp_serve.server.bringup")
-        made: Bringup = module.Bringup(
+        made: Bringup = (await asyncio.to_thread(self._make or _one_engine))(
             self._options,
             self._reporter,
             self._state,
@@ -211,7 +227,7 @@ class _Server:
         )
         return made
 
-    async def _serve(self, client: EngineClient, signals: _Signals) -> int:
+    async def _serve(self, client: Managed, signals: _Signals) -> int:
         """Until a signal (then drain) or the engine's death.
 
         :raises GtpServeError: the engine's fault.
@@ -225,11 +241,11 @@ class _Server:
             raise self._fault(client)
         return await self._drain(client, signals)
 
-    def _fault(self, client: EngineClient) -> GtpServeError:
+    def _fault(self, client: Managed) -> GtpServeError:
         self._state.fault = client.fault or EngineFault("the engine process has ended")
         return self._state.fault
 
-    async def _drain(self, client: EngineClient, signals: _Signals) -> int:
+    async def _drain(self, client: Managed, signals: _Signals) -> int:
         """Refuse new requests, let running ones finish, end the engine; 0 when nothing was cut short."""
         self._state.stopping = True
         seconds = self._options.drain_timeout
@@ -253,7 +269,7 @@ class _Server:
             raise self._fault(client)
         return EXIT_OK if whole else EXIT_SIGNAL_BASE + signals.number
 
-    async def _cut(self, client: EngineClient, idle: asyncio.Task[None], forced: asyncio.Task[bool]) -> None:
+    async def _cut(self, client: Managed, idle: asyncio.Task[None], forced: asyncio.Task[bool]) -> None:
         """Abort what still runs and let its clients be told."""
         self._reporter.line("WARNING", "cut", {"running": self._state.num_calls})
         ending = asyncio.create_task(client.stop(0))
@@ -299,9 +315,9 @@ async def _first_of(*waits: object) -> None:
             task.cancel()
 
 
-async def _unless(stop: asyncio.Event, work: object) -> EngineClient | None:
+async def _unless(stop: asyncio.Event, work: object) -> Managed | None:
     """The work's result, or None (and the work cancelled) when ``stop`` comes first."""
-    task: asyncio.Task[EngineClient] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    task: asyncio.Task[Managed] = asyncio.ensure_future(work)  # type: ignore[call-overload]
     waiter = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)

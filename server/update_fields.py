@@ -28,9 +28,11 @@ MAX_DEADLINE_SECONDS = 86400.0
 MAX_VERSION_CHARS = 128
 
 NUMBERS: Mapping[str, Number] = {
-    "deadline_seconds": Number(kind="float", default=None, low=0, high=MAX_DEADLINE_SECONDS, above=True),
-    "dry_run": Number(kind="bool", default=False),
-    "wait": Number(kind="bool", default=False),
+    "deadline_seconds": Number(
+        kind="float", default=None, low=0, high=MAX_DEADLINE_SECONDS, above=True, help="until it is verified"
+    ),
+    "dry_run": Number(kind="bool", default=False, help="verify, and drop it"),
+    "wait": Number(kind="bool", default=False, help="answer when it has ended"),
 }
 """The fields of any update that are no texts."""
 
@@ -53,20 +55,30 @@ _SYNONYMS = {
     "ckpt": "source",
 }
 
-_SOURCES: Mapping[str, tuple[str, ...]] = {
+SOURCES: Mapping[str, tuple[str, ...]] = {
     "disk": ("kind", "path", "iteration", "max_bytes_per_second"),
     "distributed": ("kind", "trainers", "backend", "bucket_bytes"),
     "memory": ("kind", "segments", "shards"),
 }
 _SOURCE_SYNONYMS = {"model_path": "path", "ckpt": "path", "type": "kind", "transport": "kind", "world_size": "trainers"}
 
-_ITERATION = Number(kind="int", default=None, low=0, high=(1 << 63) - 1)
-_RATE = Number(kind="int", default=None, low=1 << 16, high=1 << 50)
-_TRAINERS = Number(kind="int", default=None, low=1, high=1 << 16)
-_BUCKET = Number(kind="int", default=32 << 20, low=1 << 16, high=1 << 30)
+SOURCE_NUMBERS: Mapping[str, Mapping[str, Number]] = {
+    "disk": {
+        "iteration": Number(kind="int", default=None, low=0, high=(1 << 63) - 1, help="the newest, when left out"),
+        "max_bytes_per_second": Number(kind="int", default=None, low=1 << 16, high=1 << 50),
+    },
+    "distributed": {
+        "trainers": Number(kind="int", default=None, low=1, high=1 << 16, help="ranks that send"),
+        "bucket_bytes": Number(kind="int", default=32 << 20, low=1 << 16, high=1 << 30),
+    },
+    "memory": {},
+}
+"""The fields of each kind of source that are no texts."""
+BACKENDS = ("gloo", "nccl")
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
-_DIGEST = re.compile(r"[0-9a-fA-F]{32}")
+ID = "[A-Za-z0-9][A-Za-z0-9._:-]{0,63}"
+DIGEST = "[0-9a-fA-F]{32}"
+_ID, _DIGEST = re.compile(ID), re.compile(DIGEST)
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -169,12 +181,12 @@ def _read_source(source: object) -> Order:
     if not isinstance(source, dict):
         raise RequestRejected(f"source must be an object, not {describe(source)}", param="source")
     if source.get("kind") is None:
-        check_names(source, tuple(dict.fromkeys(sum(_SOURCES.values(), ()))), "source.", _SOURCE_SYNONYMS)
+        check_names(source, tuple(dict.fromkeys(sum(SOURCES.values(), ()))), "source.", _SOURCE_SYNONYMS)
         raise RequestRejected(
-            "source.kind is missing", [("possible", ", ".join(_SOURCES))], code="missing-field", param="source.kind"
+            "source.kind is missing", [("possible", ", ".join(SOURCES))], code="missing-field", param="source.kind"
         )
-    kind = read_choice(source, "kind", tuple(_SOURCES), "", "source.")
-    check_names(source, _SOURCES[kind], "source.", _SOURCE_SYNONYMS)
+    kind = read_choice(source, "kind", tuple(SOURCES), "", "source.")
+    check_names(source, SOURCES[kind], "source.", _SOURCE_SYNONYMS)
     return {"disk": _read_disk, "distributed": _read_group, "memory": _read_memory}[kind](source)
 
 
@@ -182,8 +194,8 @@ def _read_disk(source: Mapping[str, Any]) -> Order:
     path = read_text(source, "path", prefix="source.", needed=True) or ""
     if not path.startswith("/") or "\0" in path:
         raise RequestRejected("source.path must be an absolute path on the server's machine", param="source.path")
-    iteration = read_number(source, "iteration", _ITERATION, "source.")
-    rate = read_number(source, "max_bytes_per_second", _RATE, "source.")
+    iteration = read_number(source, "iteration", SOURCE_NUMBERS["disk"]["iteration"], "source.")
+    rate = read_number(source, "max_bytes_per_second", SOURCE_NUMBERS["disk"]["max_bytes_per_second"], "source.")
     return DiskOrder(
         path=path,
         iteration=None if iteration is None else int(iteration),
@@ -192,11 +204,11 @@ def _read_disk(source: Mapping[str, Any]) -> Order:
 
 
 def _read_group(source: Mapping[str, Any]) -> Order:
-    trainers = read_number(source, "trainers", _TRAINERS, "source.")
+    trainers = read_number(source, "trainers", SOURCE_NUMBERS["distributed"]["trainers"], "source.")
     if trainers is None:
         raise RequestRejected("source.trainers is missing", code="missing-field", param="source.trainers")
-    backend = read_choice(source, "backend", ("gloo", "nccl"), "gloo", "source.")
-    bucket = read_number(source, "bucket_bytes", _BUCKET, "source.")
+    backend = read_choice(source, "backend", BACKENDS, "gloo", "source.")
+    bucket = read_number(source, "bucket_bytes", SOURCE_NUMBERS["distributed"]["bucket_bytes"], "source.")
     return GroupOrder(
         trainers=int(trainers), backend="nccl" if backend == "nccl" else "gloo", bucket_bytes=int(bucket or 0)
     )

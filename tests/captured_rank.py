@@ -108,8 +108,8 @@ class Failing(EagerCapture):
         if self._fail == f"warm-up {len(output)}":
             raise torch.OutOfMemoryError("no memory to warm up in")
 
-    def record(self, step: Callable[[], Tensor]) -> EagerStep:
-        recorded = super().record(step)
+    def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> EagerStep:
+        recorded = super().record(step, inputs)
         if self._fail == f"record {len(recorded.output)}":
             raise torch.OutOfMemoryError("no memory to record in")
         return recorded

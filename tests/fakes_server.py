@@ -71,6 +71,8 @@ class FakeClient:
     finish: FinishReason | None = None
     """Instead of the natural end."""
     logprob: float = -0.5
+    made_by: Callable[[Request, int], str] = lambda request, index: "0"
+    """Which weights make a token."""
     state: Literal["starting", "ready", "stopping", "dead"] = "ready"
     age: float = 0.0
     requests: list[Request] = field(default_factory=list)
@@ -180,7 +182,7 @@ class FakeClient:
                 rid=request.rid,
                 token_ids=(token,),
                 logprobs=(self.logprob,),
-                weight_version="0",
+                weight_version=self.made_by(request, index),
                 finish=finish,
                 **_told(request, index, self.logprob),
             )

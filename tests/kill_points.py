@@ -26,7 +26,8 @@ def be_impatient() -> None:
     group.JOIN_SECONDS = 6.0
     _set(ranks, "Patience", lambda: peer.Patience(silence=4.0))
     follower._BEAT_SECONDS = 0.3
-    update_fields._BUCKET = replace(update_fields._BUCKET, low=1)  # a small model is to have many buckets
+    numbers = update_fields.SOURCE_NUMBERS["distributed"]
+    numbers["bucket_bytes"] = replace(numbers["bucket_bytes"], low=1)  # a small model is to have many buckets
     receiver = group.GroupReceiver.__init__
     _set(group.GroupReceiver, "__init__", lambda self, **of: receiver(self, **{**of, "silent_seconds": SILENT_SECONDS}))
 

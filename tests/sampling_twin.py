@@ -44,7 +44,8 @@ def shaped(
 
 def choose(logits: Sequence[float], banned: Sequence[int], params: SamplingParams, seed: int, index: int) -> Choice:
     """Filters in the documented order, then the random number."""
-    allowed = [token for token in range(len(logits)) if token not in banned]
+    named = params.allowed_token_ids or range(len(logits))
+    allowed = [token for token in sorted(named) if token not in banned]
     order = sorted(allowed, key=lambda token: (-logits[token], token))
     if params.temperature < 1e-6:
         return Choice(token=order[0], margin=1.0, logprobs={order[0]: 0.0})

@@ -14,13 +14,16 @@ START_SECONDS = 120
 
 
 class Command:
-    """A running ``gtp-serve`` whose JSON log is collected line by line."""
+    """A running ``gtp-serve`` whose JSON log is collected line by line.
 
-    def __init__(self, *words: str) -> None:
+    :param script: runs in place of the command, with its words.
+    """
+
+    def __init__(self, *words: str, script: str = "") -> None:
         self.started = time.monotonic()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gtp_serve.server", *words, "--log", "json"],
+            [sys.executable, *(["-c", script] if script else ["-m", "gtp_serve.server"]), *words, "--log", "json"],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

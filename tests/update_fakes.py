@@ -26,6 +26,7 @@ from gtp_serve.refit.orders import (
     Memory,
     Order,
     Piece,
+    RankExport,
     Report,
     StageOrder,
     TensorPart,
@@ -136,6 +137,10 @@ class FakeWeights:
 
     def leave_group(self, name: str) -> None:
         self._call("leave")
+
+    def export(self, update: str, owned: Sequence[Shard]) -> RankExport:
+        self._call("export")
+        return RankExport()
 
     def release(self, tags: Sequence[str]) -> None:
         self._call("release")

@@ -46,13 +46,31 @@ def _check_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
 
 
 def _check_something_is_allowed(sampling: SamplingParams, config: EngineConfig) -> None:
+    _check_left(sampling, config.model.vocab_size)
     if sampling.min_new_tokens == 0:
         return
     eos = () if sampling.ignore_eos else config.model.eos_token_ids
-    if len({*sampling.stop_token_ids, *eos}) >= config.model.vocab_size:
+    ends = {*sampling.stop_token_ids, *eos}
+    if (
+        ends.issuperset(sampling.allowed_token_ids)
+        if sampling.allowed_token_ids
+        else len(ends) >= config.model.vocab_size
+    ):
         raise RequestRejected(
-            "min_new_tokens forbids each token of the vocabulary, since each is an end token",
+            "min_new_tokens forbids each token that is allowed, since each is an end token",
             param="sampling_params.min_new_tokens",
+        )
+
+
+def _check_left(sampling: SamplingParams, vocab_size: int) -> None:
+    """Words of one id must not forbid everything."""
+    never = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if never and (
+        never.issuperset(sampling.allowed_token_ids) if sampling.allowed_token_ids else len(never) >= vocab_size
+    ):
+        raise RequestRejected(
+            "bad_words forbids every token that is allowed",
+            param="sampling_params.bad_words",
         )
 
 

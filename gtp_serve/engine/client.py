@@ -8,13 +8,10 @@ rid.  No torch and no numpy.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, assert_never
 
 import msgspec
@@ -47,6 +44,7 @@ from gtp_serve.engine.messages import (
     rejection_of,
 )
 from gtp_serve.engine.process import WorkerProcess
+from gtp_serve.engine.socket_folder import SOCKET, SocketFolder
 from gtp_serve.errors import (
     EngineFault,
     EnvironmentFault,
@@ -65,6 +63,9 @@ _GRACE_SECONDS = 5.0
 _QUIET_SECONDS = 0.05
 """After the process's death: with no message for this long, none is left in the socket."""
 
+_SILENT_SECONDS = 20.0
+"""An engine that has nothing to do says so every few seconds."""
+
 _Item = TokenEvent | GtpServeError
 
 
@@ -76,7 +77,7 @@ class EngineClient:
         process: WorkerProcess,
         socket: zmq.asyncio.Socket,
         context: zmq.asyncio.Context,
-        folder: Path,
+        folder: SocketFolder,
         on_phase: Callable[[Phase], None] | None,
     ) -> None:
         self.state: Literal["starting", "ready", "stopping", "dead"] = "starting"
@@ -99,7 +100,7 @@ class EngineClient:
         self._serial = count()
         self._max_open = 0
         self._stats = EngineStats()
-        self._last_progress = time.monotonic()
+        self._last_progress = self._last_heard = time.monotonic()
         self._received = 0
         self._calls = ControlCalls()
         self._reader = asyncio.create_task(self._read())
@@ -112,14 +113,27 @@ class EngineClient:
 
         :raises EnvironmentFault: when there is no place for the socket or the command cannot be run.
         """
-        folder = Path(tempfile.mkdtemp(prefix="gtp-serve-"))  # readable by its owner only
-        context = zmq.asyncio.Context()
+        return await cls.open(lambda endpoint: WorkerProcess.spawn([*argv, "--endpoint", endpoint]), on_phase=on_phase)
+
+    @classmethod
+    async def open(
+        cls, connect: Callable[[str], Awaitable[WorkerProcess]], *, on_phase: Callable[[Phase], None] | None = None
+    ) -> EngineClient:
+        """The same with a process of the caller's.
+
+        :param connect: gives the process, having told it the endpoint.
+        :raises EnvironmentFault: when there is no place for the socket or the command cannot be run.
+        """
+        folder = SocketFolder()
+        context: zmq.asyncio.Context | None = None
         try:
-            socket = _listen(context, f"ipc://{folder}/engine")
-            process = await WorkerProcess.spawn([*argv, "--endpoint", f"ipc://{folder}/engine"])
+            endpoint = f"ipc://{folder.path}/{SOCKET}"
+            context, socket = _listen(endpoint)
+            process = await connect(endpoint)
         except BaseException:
-            context.destroy(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
+            if context is not None:
+                context.destroy(linger=0)
+            folder.remove()
             raise
         return cls(process, socket, context, folder, on_phase)
 
@@ -140,7 +154,11 @@ class EngineClient:
 
     def stats(self) -> EngineStats:
         """The engine's last numbers, with ``last_step_age_seconds`` by this process's clock."""
-        age = time.monotonic() - self._last_progress if self._streams else 0.0
+        now = time.monotonic()
+        age = now - self._last_progress if self._streams else 0.0
+        silent = now - self._last_heard
+        if self.state == "ready" and silent > _SILENT_SECONDS:  # it stands still, though nobody waits for it yet
+            age = max(age, silent)
         return msgspec.structs.replace(self._stats, last_step_age_seconds=age)
 
     # -- requests ----------------------------------------------------------------------------------
@@ -284,7 +302,7 @@ class EngineClient:
         with suppress(asyncio.CancelledError):
             await self._reader
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
         self._ended.set()
 
     async def _until_quiet(self) -> None:
@@ -313,6 +331,7 @@ class EngineClient:
             while True:
                 frame = await self._socket.recv()
                 self._received += 1
+                self._last_heard = time.monotonic()
                 self._handle(decode_from_worker(frame))
         except Exception as error:
             self._give_up(EngineFault(f"the engine's messages cannot be handled: {error!r}", code="internal"))
@@ -324,7 +343,7 @@ class EngineClient:
     def _handle(self, message: FromWorker) -> None:
         match message:
             case Hello():
-                shutil.rmtree(self._folder, ignore_errors=True)  # connected: a kill -9 can leave nothing behind now
+                self._folder.remove()  # connected: a kill -9 can leave nothing behind now
             case Phase():
                 self._note_phase(message)
             case Ready():
@@ -375,18 +394,22 @@ class EngineClient:
         self._stats = stats
 
 
-def _listen(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, _MESSAGES_IN_FLIGHT)
-    socket.setsockopt(zmq.RCVHWM, _MESSAGES_IN_FLIGHT)
+def _listen(endpoint: str) -> tuple[zmq.asyncio.Context, zmq.asyncio.Socket]:
+    context: zmq.asyncio.Context | None = None
     try:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, _MESSAGES_IN_FLIGHT)
+        socket.setsockopt(zmq.RCVHWM, _MESSAGES_IN_FLIGHT)
         socket.bind(endpoint)
+        return context, socket
     except zmq.ZMQError as error:
+        if context is not None:
+            context.destroy(linger=0)
         raise EnvironmentFault(
             f"no socket for the engine can be made at {endpoint}: {error}",
             [("try", "TMPDIR set to a folder with a short name")],
         ) from error
-    return socket
 
 
 def _checked_frame(request: Request) -> bytes:

@@ -1,7 +1,8 @@
 """The collectives of a group of processes: torch.distributed's gloo on a CPU, NCCL on GPUs.
 
-Groups are objects of their own: torch's default group, which may be the caller's, is not touched.  The ranks
-meet in a file in memory that only they have open, and gloo's connections are bound to the loopback address.
+Groups are objects of their own: torch's default group, which may be the caller's, is not touched.  The ranks of
+one machine meet in a file in memory that only they have open, and gloo's connections are bound to the loopback
+address; ranks on several machines meet in a store that rank 0 opens, bound to the address that reached it.
 """
 
 from __future__ import annotations
@@ -58,13 +59,11 @@ def join_group(meeting: Meeting, device: str) -> GroupCollective:
     """
     rank, size = meeting.rank, meeting.size
     form = timedelta(seconds=meeting.form_seconds)
-    # torch opens the path once more, locks the file and writes to it when the group is destroyed, whenever that is.
-    # So the descriptor in the path must never come to mean another file: this one is not closed while we live.
-    place = os.dup(meeting.descriptor)
+    address = LOOPBACK if meeting.store is None else meeting.store.own_address
     try:
-        store = _DIST.FileStore(f"/proc/self/fd/{place}", size)
+        store = _store(meeting, form)
         store.set_timeout(form)
-        group, abort = (_nccl if device == "cuda" else _gloo)(store, rank, size, form)
+        group, abort = (_nccl if device == "cuda" else _gloo)(store, rank, size, form, address)
         group._set_default_timeout(timedelta(seconds=meeting.step_seconds))
     except RuntimeError as error:
         raise EnvironmentFault(
@@ -74,15 +73,25 @@ def join_group(meeting: Meeting, device: str) -> GroupCollective:
     return GroupCollective(rank, size, group, abort, capturable=device == "cuda")
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, Callable[[], None]]:
+def _store(meeting: Meeting, timeout: timedelta) -> Any:
+    if meeting.store is not None:
+        place = meeting.store
+        return _DIST.TCPStore(place.host, place.port, meeting.size, meeting.rank == 0, timeout, wait_for_workers=False)
+    # torch opens the path once more, locks the file and writes to it when the group is destroyed, whenever that is.
+    # So the descriptor in the path must never come to mean another file: this one is not closed while we live.
+    return _DIST.FileStore(f"/proc/self/fd/{os.dup(meeting.descriptor)}", meeting.size)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> tuple[Any, Callable[[], None]]:
     options = _DIST.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=address)]
     return _DIST.ProcessGroupGloo(store, rank, size, options), lambda: None  # a peer's death ends an operation
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, Callable[[], None]]:
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> tuple[Any, Callable[[], None]]:
+    if address == LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
     options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = _DIST.ProcessGroupNCCL(store, rank, size, options)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol, TypeVar, assert_never
 
+from gtp_serve.engine.far import Store
 from gtp_serve.engine.messages import fatal
 from gtp_serve.engine.peer import Patience
 from gtp_serve.engine.rank_messages import (
@@ -62,16 +63,19 @@ class Work(Protocol):
 class Follower:
     """This process as a rank that is told what to do; make one with ``run_follower``."""
 
-    def __init__(self, link: int, meeting: int, rank: int, size: int, patience: Patience) -> None:
+    def __init__(
+        self, link: int, meeting: int, rank: int, size: int, patience: Patience, store: Store | None = None
+    ) -> None:
         for descriptor in (link, meeting):
-            os.set_inheritable(descriptor, False)
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
         self.rank = rank
         self.doing = "starting"
         self.weights: RankControl | None = None
         """What updates are carried out on; whoever builds this rank sets it, with ``report`` as its report."""
         self._steps = 0
         self._loading_told = 0.0
-        self._meeting = meeting_of(meeting, rank, size, patience)
+        self._meeting = meeting_of(meeting, rank, size, patience, store)
         self._link: Link[Command] = Link(socket.socket(fileno=link), Command)
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
@@ -167,16 +171,17 @@ def run_follower(
     build: Callable[[Follower], Work],
     *,
     patience: Patience | None = None,
+    store: Store | None = None,
 ) -> int:
     """Be one rank until rank 0 says stop or is gone; returns the process's exit code.
 
     The process is tied to its parent (see ``engine.lifeline``) and leaves signals to it already.
 
     :param link: descriptor of this rank's end of the sockets.
-    :param meeting: descriptor of the file where the ranks meet.
+    :param meeting: descriptor of the file where the ranks meet; -1 when they meet in ``store``.
     :param build: joins the group, loads this rank's weights and returns what carries out rank 0's words.
     """
-    follower = Follower(link, meeting, rank, size, patience or Patience())
+    follower = Follower(link, meeting, rank, size, patience or Patience(), store)
     try:
         return follower.follow(build(follower))
     except GtpServeError as error:

@@ -10,15 +10,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from gtp_serve.engine.limits import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from gtp_serve.engine.tool_grammar import ToolCalls, calls_lark
 from gtp_serve.errors import RequestRejected
 from gtp_serve.request import Grammar
 
@@ -47,6 +49,7 @@ _NAMES = {
     "regex": "regex",
     "choice": "choice",
     "lark": "grammar",
+    "tool_calls": "description of the tools",
 }
 _LARK_DIRECTIVE = re.compile(r"%(?!ignore\b)[a-z_]+")
 
@@ -69,6 +72,8 @@ def grammar_source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(_choice_lark(_read_json(grammar)))
         case "lark":
             return LLMatcher.grammar_from_lark(_checked_lark(grammar.text))
+        case "tool_calls":
+            return LLMatcher.grammar_from_lark(_tools_lark(_read_json(grammar)))
 
 
 def plain_grammar(grammar: Grammar) -> Grammar:
@@ -102,12 +107,31 @@ def _brief(text: str) -> str:
 
 def _read_json(grammar: Grammar) -> Any:
     try:
-        value = json.loads(grammar.text)
+        value = json.loads(grammar.text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except RecursionError:
         raise refused(f"the {_NAMES[grammar.kind]} is nested too deeply") from None
     except ValueError as error:
         raise refused(f"the {_NAMES[grammar.kind]} is not valid JSON: {error}") from None
     _check_depth(value, _NAMES[grammar.kind])
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice in one object")
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError("a number is too large")
     return value
 
 
@@ -130,11 +154,24 @@ def _json_source(schema: Any) -> str:
         raise refused("a JSON schema is an object")
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    steps = set(_multiples(schema))
-    if prod(steps) > MAX_MULTIPLE:
-        raise refused("multipleOf is too large to be enforced", f"a product up to {MAX_MULTIPLE}")
+    _check_multiples(schema)
     # The options come last and win over a client's own "x-guidance".
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=dict(_JSON_OPTIONS))  # type: ignore[arg-type]
+
+
+def _tools_lark(value: Any) -> str:
+    _check_multiples(value)
+    try:
+        calls = msgspec.convert(value, ToolCalls)
+        # As above, the options win over a client's own.
+        return calls_lark(calls, lambda schema: f"%json {json.dumps({**schema, 'x-guidance': dict(_JSON_OPTIONS)})}")
+    except (msgspec.ValidationError, ValueError) as error:
+        raise refused(f"the {_NAMES['tool_calls']} is not valid: {error}") from None
+
+
+def _check_multiples(value: Any) -> None:
+    if prod(set(_multiples(value))) > MAX_MULTIPLE:
+        raise refused("multipleOf is too large to be enforced", f"a product up to {MAX_MULTIPLE}")
 
 
 def _multiples(value: Any) -> list[int]:
@@ -224,8 +261,15 @@ class GrammarCompiler:
         return GrammarParser(matcher.deep_copy(), self)
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher:
-        source = grammar_source(grammar)
-        matcher = LLMatcher(self._the_tokenizer(), source, log_level=0, limits=_LIMITS)
+        tokenizer = self._the_tokenizer()
+        try:
+            matcher = LLMatcher(tokenizer, grammar_source(grammar), log_level=0, limits=_LIMITS)
+        except RequestRejected:
+            raise
+        except BaseException as error:  # its Rust code may panic, which is no Exception and would pass every handler
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise refused(f"the {_NAMES[grammar.kind]} is not supported: {_brief(str(error))}") from error
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # finds what only the first step meets
         if matcher.is_error():
@@ -258,13 +302,21 @@ class GrammarParser:
         """A limit was met, or an id that the grammar does not allow."""
         return self.matcher.is_error()
 
-    def settle(self, mask_W: NDArray[np.int32], *, end_ids: Sequence[int], banned: Sequence[int]) -> bool:
+    def settle(
+        self,
+        mask_W: NDArray[np.int32],
+        *,
+        end_ids: Sequence[int],
+        banned: Sequence[int],
+        allowed_W: NDArray[np.int32] | None = None,
+    ) -> bool:
         """Correct a mask that the matcher filled in; returns whether any id is left.
 
         :param mask_W: 32 ids in each word.
         :param end_ids: ids that end this sequence: allowed where the grammar is complete, and the model's own end
             tokens nowhere else.
         :param banned: ids that must not be chosen now.
+        :param allowed_W: a mask of the ids that can be chosen at all; None: of all.
         """
         if self.failed:
             return False
@@ -275,7 +327,16 @@ class GrammarParser:
             _clear(mask_W, token)
         for token in banned:
             _clear(mask_W, token)
+        if allowed_W is not None:
+            mask_W &= allowed_W
         return bool(mask_W.any())
+
+
+def mask_of(ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """A mask with these ids."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def fill_masks(executor: LLExecutor, parsers: Sequence[GrammarParser], vocab_size: int) -> NDArray[np.int32]:

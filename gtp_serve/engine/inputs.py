@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
 
 import torch
@@ -43,8 +44,11 @@ def _score_rows(plan: StepPlan, starts: tuple[int, ...]) -> list[int]:
     ]
 
 
-def build_rows(plan: StepPlan) -> SamplingRows:
-    """Sampling parameters, one row for each of ``plan.samplers``."""
+def build_rows(plan: StepPlan, overruled: Collection[int] = ()) -> SamplingRows:
+    """Sampling parameters, one row for each of ``plan.samplers``.
+
+    :param overruled: rows whose choice is not looked at: nothing is banned in them, so that there is one.
+    """
     specs = [item.sample for item in plan.items if item.sample is not None]
     return SamplingRows(
         temperature=tuple(spec.temperature for spec in specs),
@@ -53,5 +57,5 @@ def build_rows(plan: StepPlan) -> SamplingRows:
         min_p=tuple(spec.min_p for spec in specs),
         seed=tuple(spec.seed for spec in specs),
         index=tuple(spec.index for spec in specs),
-        banned=tuple(spec.banned for spec in specs),
+        banned=tuple(() if row in overruled else spec.banned for row, spec in enumerate(specs)),
     )

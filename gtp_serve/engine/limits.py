@@ -6,6 +6,7 @@ same ones when a request is added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 from gtp_serve.errors import RequestRejected
@@ -25,6 +26,10 @@ MAX_SALT_CHARS = 256
 MAX_DEADLINE_SECONDS = 86400.0
 MAX_GRAMMAR_CHARS = 64 << 10
 MAX_CHOICES = 1024
+MAX_ALLOWED = 1 << 18
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_IDS = 256
+"""Of one of them."""
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -43,6 +48,40 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _within("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _within("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
     _check_bias(sampling.logit_bias, vocab_size)
+    check_allowed(sampling.allowed_token_ids, vocab_size)
+    check_bad_words(sampling.bad_words, vocab_size)
+
+
+def check_allowed(ids: Sequence[int], vocab_size: int) -> None:
+    """Hold ``allowed_token_ids`` to its range."""
+    param = "sampling_params.allowed_token_ids"
+    if len(ids) > MAX_ALLOWED:
+        raise RequestRejected(f"{param} has {len(ids)} ids", [("possible", f"up to {MAX_ALLOWED}")], param=param)
+    _check_exist(ids, vocab_size, param)
+
+
+def check_bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Hold ``bad_words``, as ids, to its range."""
+    param = "sampling_params.bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestRejected(f"{param} has {len(words)} words", [("possible", f"up to {MAX_BAD_WORDS}")], param=param)
+    for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_IDS:
+            raise RequestRejected(
+                f"{param} has a word of {len(word)} tokens", [("possible", f"1 to {MAX_BAD_WORD_IDS}")], param=param
+            )
+        _check_exist(word, vocab_size, param)
+
+
+def _check_exist(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestRejected(
+            f"{param} has {token}, which is no token id of this model",
+            [("possible", f"0 to {vocab_size - 1}")],
+            code="bad-token-id",
+            param=param,
+        )
 
 
 def _check_bias(bias: dict[int, float], vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.rank_tasks import (
     Ask,
     ChecksumNow,
+    ExportNow,
     JoinNow,
     LeaveNow,
     MemoryNow,
@@ -27,10 +28,13 @@ from gtp_serve.layout.spans import Shape
 from gtp_serve.refit.digest import combine
 from gtp_serve.refit.orders import (
     Checksum,
+    Export,
+    Exported,
     FlushCache,
     Join,
     Layout,
     Leave,
+    RankExport,
     ReadTensor,
     Release,
     Restore,
@@ -42,6 +46,8 @@ ASK_SECONDS = 120.0
 """For all ranks to answer, while no step runs."""
 GROUP_SECONDS = 120.0
 """For all ranks to join or leave a group, while steps run."""
+EXPORT_SECONDS = 600.0
+"""For all ranks to write their weights into memory, while steps run."""
 MAX_VALUES = 1 << 20
 """Of one ReadTensor."""
 TAGS = ("weights", "kv_cache")
@@ -108,6 +114,54 @@ class LiveWeights:
         raise UpdateFailed(
             f"the group was not complete within {GROUP_SECONDS:g} s", [("late", question.missing)], code="group-late"
         )
+
+    def export(self, command: Export) -> Callable[[], Any | None]:
+        """Have all ranks write weights into memory beside their steps; returns what tells where they lie, once they do.
+
+        :raises UpdateRefused: when those weights are not there, or are being overwritten.
+        """
+        self._check_export(command.update)
+        mark = self._export_mark(command.update)
+        question = self._ranks.ask(ExportNow(update=command.update, owned=command.owned))
+        deadline = self._clock() + EXPORT_SECONDS
+        return lambda: self._exported(command, question, mark, deadline)
+
+    def _check_export(self, update: str) -> None:
+        machine = self._machine
+        current = machine.current
+        if update and (current is None or current.id != update or current.state != "verified"):
+            raise UpdateRefused(f"update {update[:64]} is not verified here", code="not-verified")
+        if not update:
+            machine.live.check_whole()
+            if current is not None and current.memory == "inplace":
+                raise UpdateRefused(
+                    f"update {current.id} is being written into the live weights", code="update-under-way"
+                )
+
+    def _export_mark(self, update: str) -> object:
+        """Equal to an earlier one if the memory that is read has kept its meaning."""
+        current = self._machine.current
+        if update:
+            return current is not None and current.id == update and self._machine.phase == "verified"
+        overwritten = current is not None and current.memory == "inplace"
+        return (self._machine.live.swaps, self._machine.live.torn, overwritten)
+
+    def _exported(self, command: Export, question: Question, mark: object, deadline: float) -> Exported | None:
+        if not question.complete:
+            if self._clock() < deadline:
+                return None
+            self._ranks.forget(question)
+            raise UpdateFailed(
+                f"the weights were not written out within {EXPORT_SECONDS:g} s",
+                [("late", question.missing)],
+                code="export-late",
+            )
+        if self._export_mark(command.update) != mark:
+            raise UpdateRefused("other weights came to serve while these were written out", code="weights-changed")
+        parts = tuple(msgspec.json.decode(body, type=RankExport) for body in question.bodies())
+        current = self._machine.current
+        version = current.version if command.update and current is not None else self._machine.live.version
+        return Exported(version=version, ranks=parts)
 
     def _ask(self, what: Ask) -> list[bytes]:
         question = self._ranks.ask(what)

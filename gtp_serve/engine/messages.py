@@ -16,6 +16,7 @@ from gtp_serve.request import Request, TokenEvent
 
 DetailPairs = tuple[tuple[str, str], ...]
 E = TypeVar("E", bound=GtpServeError)
+M = TypeVar("M")
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens_total: int = 0
     """Tokens fed to the model, recomputed ones included."""
     last_step_age_seconds: float = 0.0
-    """Seconds without progress while there is work, by the client's clock; 0 when idle."""
+    """Seconds without progress while there is work, or without a sign of life, by the client's clock; else 0."""
     weight_version: str = ""
 
 
@@ -182,12 +183,19 @@ def encode(message: ToWorker | FromWorker) -> bytes:
     return _encoder.encode(message)
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:
+    try:
+        return decoder.decode(frame)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
+
+
 def decode_to_worker(frame: bytes) -> ToWorker:
     """The message in a frame that the client sent.
 
     :raises msgspec.DecodeError: when it is none (ValidationError when a field has the wrong type).
     """
-    return _to_worker.decode(frame)
+    return _decoded(_to_worker, frame)
 
 
 def decode_from_worker(frame: bytes) -> FromWorker:
@@ -195,7 +203,7 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 
     :raises msgspec.DecodeError: when it is none.
     """
-    return _from_worker.decode(frame)
+    return _decoded(_from_worker, frame)
 
 
 def rejected(rid: str, error: RequestRejected) -> Rejected:

@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, assert_never
 
+from gtp_serve.engine.far import Door
 from gtp_serve.engine.messages import Fatal, fault_of
 from gtp_serve.engine.process import LINES_KEPT, death_of, line_text, pass_on
 from gtp_serve.engine.rank_messages import (
@@ -74,11 +76,13 @@ class Peer:
         on_fault: Callable[[GtpServeError], None],
         on_news: Callable[[orders.Report | Answer], None],
         is_lost: Callable[[float], bool],
+        door: Door | None = None,
     ) -> None:
         """
         :param argv: starts the rank's process; ``--rank``, ``--link`` and ``--meeting`` are added.
         :param on_news: takes what the rank says of its weights.
         :param is_lost: whether the group has a fault already, waiting so many seconds for one.
+        :param door: the rank is started by somebody else and comes in here.
         """
         self.rank = rank
         self.doing = "starting"
@@ -91,13 +95,18 @@ class Peer:
         self._on_change, self._on_fault, self._is_lost = on_change, on_fault, is_lost
         self._on_news = on_news
         self._stopping = False
+        self._is_far = door is not None
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=LINES_KEPT)
         ours, theirs = socket.socketpair()
         self.link: Link[Report] = Link(ours, Report, patience=patience.silence)
-        self._thread = threading.Thread(
-            target=self._live, args=([*argv, "--rank", str(rank)], theirs, meeting), name=f"tp{rank}", daemon=True
-        )
+        live: Callable[[], None]
+        if door is None:
+            live = partial(self._live, [*argv, "--rank", str(rank)], theirs, meeting)
+        else:
+            theirs.close()  # nothing can be said before the rank is there
+            live = partial(self._live_far, door)
+        self._thread = threading.Thread(target=live, name=f"tp{rank}", daemon=True)
         self._thread.start()
 
     @property
@@ -120,6 +129,8 @@ class Peer:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
+        elif self._is_far:
+            self.link.close()
 
     def stop(self) -> None:
         """Ask it to end; ``join`` sees to it that it does."""
@@ -151,6 +162,20 @@ class Peer:
             if fault is not None:
                 self._report(fault)
             self._wait(process, forwarder)
+
+    def _live_far(self, door: Door) -> None:
+        nothing = self.link
+        try:
+            end = door.wait(self.rank, self._patience.start)
+        except TimeoutError:
+            self._report(self._silent())
+            return
+        finally:
+            nothing.close()
+        self.link = Link(end, Report, patience=self._patience.silence)
+        with closing(self.link):
+            fault = self._listen()
+        self._report(fault or EngineFault(f"{self.who} closed its connection while {self.doing}"))
 
     def _start(self, argv: list[str], theirs: int, meeting: int) -> subprocess.Popen[bytes]:
         # stdin is a lifeline: nothing is ever written to it, and it closes when this process is gone.

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from asyncio.subprocess import PIPE, Process
+import subprocess
+import threading
+from asyncio.subprocess import PIPE
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Protocol, Self
 
 from gtp_serve.errors import EngineFault, EnvironmentFault
 
@@ -26,10 +29,60 @@ _LIKELY = {
 }
 
 
-class WorkerProcess:
-    """A child process; make one with ``spawn``."""
+class _Process(Protocol):
+    """The part of asyncio's ``Process`` that is needed."""
 
-    def __init__(self, process: Process) -> None:
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stderr(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class _Adopted:
+    """A process that was started before there was an event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stderr: asyncio.StreamReader) -> None:
+        self.pid = process.pid
+        self.stderr: asyncio.StreamReader | None = stderr
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = self._loop.create_future()
+        threading.Thread(target=self._reap, name="reap-engine", daemon=True).start()
+
+    @classmethod
+    async def adopt(cls, process: subprocess.Popen[bytes]) -> Self:
+        loop = asyncio.get_running_loop()
+        stderr = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stderr), process.stderr)
+        return cls(process, stderr)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _reap(self) -> None:
+        code = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with suppress(RuntimeError):  # the loop may be closed by now
+            self._loop.call_soon_threadsafe(self._note, code)
+
+    def _note(self, code: int) -> None:
+        if not self._code.done():
+            self._code.set_result(code)
+
+
+class WorkerProcess:
+    """A child process; make one with ``spawn`` or ``adopt``."""
+
+    def __init__(self, process: _Process) -> None:
         self.killed = False
         """Whether ``kill`` was called: the death is no surprise then."""
         self._process = process
@@ -50,6 +103,11 @@ class WorkerProcess:
                 f"the engine process cannot be started: {error}", [("command", " ".join(argv))]
             ) from error
         return cls(process)
+
+    @classmethod
+    async def adopt(cls, process: subprocess.Popen[bytes]) -> WorkerProcess:
+        """Take over a process that was started with pipes as stdin and stderr."""
+        return cls(await _Adopted.adopt(process))
 
     @property
     def pid(self) -> int:

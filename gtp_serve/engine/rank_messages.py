@@ -164,7 +164,10 @@ class Link(Generic[M]):
         if size > MAX_FRAME:
             raise ValueError(f"a message of {size} bytes was announced")
         frame = self._read(size)
-        return None if frame is None else self._decoder.decode(frame)
+        try:
+            return None if frame is None else self._decoder.decode(frame)
+        except RecursionError:
+            raise msgspec.DecodeError("a message is nested too deeply") from None
 
     def _read(self, size: int) -> bytes | None:
         parts: list[bytes] = []

@@ -13,6 +13,7 @@ from typing import Any, Literal, assert_never
 import msgspec
 
 from gtp_serve.errors import EngineFault, GtpServeError
+from gtp_serve.layout.spans import Shard
 from gtp_serve.refit.orders import JoinGroup, Piece, Report, StageOrder, TensorPart, Vote
 from gtp_serve.refit.rank_api import RankControl
 
@@ -90,7 +91,14 @@ class MemoryNow(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[str, ...]
 
 
-Ask = CommitNow | RollBackNow | ChecksumNow | ReadNow | ShardsNow | JoinNow | LeaveNow | MemoryNow
+class ExportNow(msgspec.Struct, frozen=True, tag=True):
+    """Write parameters into sealed memory while steps go on; answered with a RankExport."""
+
+    update: str
+    owned: tuple[tuple[Shard, ...], ...]
+
+
+Ask = CommitNow | RollBackNow | ChecksumNow | ReadNow | ShardsNow | JoinNow | LeaveNow | MemoryNow | ExportNow
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +161,7 @@ class RankTasks:
 
     def ask(self, call: int, what: Ask) -> None:
         """Do it and answer; what waits for others is done in a thread of its own."""
-        if isinstance(what, JoinNow | LeaveNow):
+        if isinstance(what, JoinNow | LeaveNow | ExportNow):
             threading.Thread(target=self._do, args=(call, what), name="weights-group", daemon=True).start()
         else:
             self._do(call, what)
@@ -187,6 +195,8 @@ class RankTasks:
                 return self._weights.join_group(group)
             case LeaveNow(name=name):
                 return self._weights.leave_group(name)
+            case ExportNow(update=update, owned=owned):
+                return self._weights.export(update, owned[self._rank] if owned else ())
             case MemoryNow(change="release", tags=tags):
                 return self._weights.release(tags)
             case MemoryNow(tags=tags):

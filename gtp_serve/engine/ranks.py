@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from gtp_serve.engine.far import Door, Store, store_of
 from gtp_serve.engine.peer import Patience, Peer
 from gtp_serve.engine.rank_messages import (
     AskRank,
@@ -28,7 +29,7 @@ from gtp_serve.engine.rank_messages import (
 )
 from gtp_serve.engine.rank_tasks import Answer, Ask, Tell
 from gtp_serve.engine.step import StepPlan
-from gtp_serve.errors import EngineFault, GtpServeError
+from gtp_serve.errors import EngineFault, EnvironmentFault, GtpServeError
 from gtp_serve.refit import orders
 
 POLL_SECONDS = 0.1
@@ -46,6 +47,8 @@ class Meeting:
     """Until all must be connected."""
     step_seconds: float
     """Until an operation must be done."""
+    store: Store | None = None
+    """For ranks on several machines: where they meet instead."""
 
 
 class Connection(Protocol):
@@ -65,10 +68,14 @@ class Leader:
 
     :param argv: starts a rank's process; ``--rank``, ``--link`` and ``--meeting`` are added.
     :param size: ranks in all.
+    :param door: where the others come in, when somebody else starts them on their machines.
     """
 
-    def __init__(self, argv: Sequence[str], size: int, *, patience: Patience | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], size: int, *, patience: Patience | None = None, door: Door | None = None
+    ) -> None:
         self.size = size
+        self._door = door
         self._patience = patience or Patience()
         self._changed = threading.Condition()
         self._fault: GtpServeError | None = None
@@ -77,10 +84,16 @@ class Leader:
         self._steps = 0
         self.news: SimpleQueue[orders.Report | Answer] = SimpleQueue()
         """What the others say of their weights; rank 0's own is put here too."""
-        self._meeting = os.memfd_create("gtp-serve-ranks")
         self.peers: list[Peer] = []
-        for rank in range(1, size):
-            self.peers.append(self._peer(rank, argv))
+        self._meeting = -1
+        try:
+            self._meeting = os.memfd_create("gtp-serve-ranks")
+            for rank in range(1, size):
+                self.peers.append(self._peer(rank, argv))
+        except (OSError, RuntimeError) as error:  # no descriptors, or no thread
+            self._kill_all()
+            self.close()
+            raise EnvironmentFault(f"tensor-parallel ranks cannot be started: {error}") from error
         if self._fault is not None:  # told by one of them while the later ones were being made
             self._kill_all()
 
@@ -94,6 +107,7 @@ class Leader:
             on_fault=self._note_fault,
             on_news=self.news.put,
             is_lost=self._wait_for_fault,
+            door=self._door,
         )
 
     # -- start -------------------------------------------------------------------------------------
@@ -105,10 +119,14 @@ class Leader:
         """
         self._wait_until(lambda: all(peer.arrived for peer in self.peers))
         try:
-            self._connection = connection = connect(meeting_of(self._meeting, 0, self.size, self._patience))
+            self._connection = connection = connect(self._own_meeting())
         except GtpServeError as error:
             raise self._reason(error) from error
         return connection
+
+    def _own_meeting(self) -> Meeting:
+        store = None if self._door is None else store_of(self._door.far)
+        return meeting_of(self._meeting, 0, self.size, self._patience, store)
 
     def slowest_share(self) -> float:
         """Of the weights that each of the others has loaded, from 0 to 1."""
@@ -236,11 +254,14 @@ class Leader:
         if self._closed:
             return
         self._closed = True
+        if self._door is not None:
+            self._door.close()
         for peer in self.peers:
             peer.stop()
         for peer in self.peers:
             peer.join(self._patience.stop)
-        os.close(self._meeting)
+        if self._meeting >= 0:
+            os.close(self._meeting)
 
     def _note_change(self) -> None:
         with self._changed:
@@ -265,6 +286,13 @@ class Leader:
             return self._changed.wait_for(lambda: self._fault is not None, seconds)
 
 
-def meeting_of(descriptor: int, rank: int, size: int, patience: Patience) -> Meeting:
+def meeting_of(descriptor: int, rank: int, size: int, patience: Patience, store: Store | None = None) -> Meeting:
     """Of the ranks that wait as long as that."""
-    return Meeting(descriptor=descriptor, rank=rank, size=size, form_seconds=patience.form, step_seconds=patience.step)
+    return Meeting(
+        descriptor=descriptor,
+        rank=rank,
+        size=size,
+        form_seconds=patience.form,
+        step_seconds=patience.step,
+        store=store,
+    )

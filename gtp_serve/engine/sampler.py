@@ -7,7 +7,7 @@ device; ``Pending.wait`` brings everything to the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtp_serve.engine.grammar import GrammarCompiler, GrammarParser, fill_masks
+from gtp_serve.engine.details import Details
+from gtp_serve.engine.grammar import GrammarCompiler, GrammarParser, fill_masks, mask_of
 from gtp_serve.engine.inputs import build_rows
 from gtp_serve.engine.step import (
     COMPLETE,
@@ -29,18 +30,15 @@ from gtp_serve.engine.step import (
     Shaping,
     StepPlan,
     StepResult,
-    TokenDetails,
 )
 from gtp_serve.ops.batch import Taps
 from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.logprobs import DetailRows, PromptLogprobs
+from gtp_serve.ops.logprobs import PromptLogprobs
 from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
-from gtp_serve.ops.sampling import GREEDY_BELOW, Sampled, SamplingRows, drawn_from, sample
-from gtp_serve.request import LogprobOptions
+from gtp_serve.ops.sampling import GREEDY_BELOW, Sampled, sample
 
 _COMPILE_WAIT_SECONDS = 0.05
 """A step in which every sequence waits for its grammar waits with them, up to this long."""
-_NOTHING = LogprobOptions()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +51,8 @@ class _History:
     parser: Future[GrammarParser] | None = None
     bias_ids: Tensor | None = None
     bias_values: Tensor | None = None
+    allowed_W: NDArray[np.int32] | None = None
+    allowed_V: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,17 +145,20 @@ class Sampler:
         :param logits: of the plan's samplers.
         """
         if self._greedy is not None and all(map(_only_greedy, prepared.specs)):
-            return PendingTokens(prepared, self._greedy(logits, self._vocab_size), None, None)
+            return PendingTokens(prepared, self._greedy(logits, self._vocab_size), None, ())
         masks = None if prepared.masks is None else prepared.masks.result()
-        rows = build_rows(prepared.plan)
+        dead = [(row, DEAD_END) for row, spec in enumerate(prepared.specs) if self._nothing_left(spec)]
+        overruled = (*(() if masks is None else masks.overruled), *dead)
+        ignored = {row for row, _ in overruled}
+        rows = build_rows(prepared.plan, ignored)
         shaped = any(spec.shaping is not None for spec in prepared.specs)
         sampled = sample(
             logits,
             rows,
             vocab_size=self._vocab_size,
-            shape=(lambda logits_SV: self._shape(logits_SV, prepared.specs, masks)) if shaped else None,
+            shape=(lambda logits_SV: self._shape(logits_SV, prepared.specs, masks, ignored)) if shaped else None,
         )
-        return PendingTokens(prepared, sampled, _Details.of(prepared.specs, rows, sampled), masks)
+        return PendingTokens(prepared, sampled, Details.of(prepared.specs, rows, sampled), overruled)
 
     # -- grammars ----------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class Sampler:
         kept: list[int] = []
         for at, (row, spec, parser) in enumerate(ready):
             ends = () if spec.shaping is None else spec.shaping.end_ids
-            if parser.settle(words[at], end_ids=ends, banned=spec.banned):
+            if parser.settle(words[at], end_ids=ends, banned=spec.banned, allowed_W=self._allowed_words(spec)):
                 kept.append(at)
             else:
                 overruled.append((row, COMPLETE if parser.complete else DEAD_END))
@@ -209,13 +212,57 @@ class Sampler:
             history = self._histories[shaping] = _History()
         return history
 
-    def _shape(self, logits_SV: Tensor, specs: Sequence[SampleSpec], masks: _Masks | None) -> Tensor:
+    def _shape(
+        self, logits_SV: Tensor, specs: Sequence[SampleSpec], masks: _Masks | None, ignored: Collection[int]
+    ) -> Tensor:
         logits_SV = self._biased(self._penalised(logits_SV, specs), specs)
+        logits_SV = self._only_allowed(logits_SV, specs, ignored)
         if masks is None or not masks.rows:
             return logits_SV
         rows = torch.tensor(masks.rows, device=logits_SV.device)
         allowed_RV = _unpack(torch.from_numpy(masks.words).to(logits_SV.device), self._vocab_size)
         return logits_SV.index_put((rows,), logits_SV[rows].masked_fill(~allowed_RV, -torch.inf))
+
+    def _nothing_left(self, spec: SampleSpec) -> bool:
+        """All ids are forbidden; of a grammar its own mask tells."""
+        params = None if spec.shaping is None else spec.shaping.params
+        if not spec.banned or (params is not None and params.grammar is not None):
+            return False
+        if params is None or not params.allowed_token_ids:
+            return len(spec.banned) >= self._vocab_size
+        return set(spec.banned).issuperset(params.allowed_token_ids)
+
+    def _allowed_words(self, spec: SampleSpec) -> NDArray[np.int32] | None:
+        """The mask of ``allowed_token_ids``."""
+        if spec.shaping is None or not spec.shaping.params.allowed_token_ids:
+            return None
+        history = self._history(spec.shaping)
+        if history.allowed_W is None:
+            history.allowed_W = mask_of(spec.shaping.params.allowed_token_ids, self._vocab_size)
+        return history.allowed_W
+
+    def _only_allowed(self, logits_SV: Tensor, specs: Sequence[SampleSpec], ignored: Collection[int]) -> Tensor:
+        """Without the ids that ``allowed_token_ids`` leaves out; a grammar's mask has done it for its row."""
+        rows: list[int] = []
+        masks: list[Tensor] = []
+        for row, spec in enumerate(specs):
+            shaping = spec.shaping
+            if shaping is None or row in ignored or shaping.params.grammar is not None:
+                continue
+            if shaping.params.allowed_token_ids:
+                rows.append(row)
+                masks.append(self._allowed(shaping))
+        if not rows:
+            return logits_SV
+        at = torch.tensor(rows, device=logits_SV.device)
+        return logits_SV.index_put((at,), logits_SV[at].masked_fill(~torch.stack(masks), -torch.inf))
+
+    def _allowed(self, shaping: Shaping) -> Tensor:
+        history = self._history(shaping)
+        if history.allowed_V is None:
+            history.allowed_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            history.allowed_V[torch.tensor(shaping.params.allowed_token_ids, device=self._device)] = True
+        return history.allowed_V
 
     def _penalised(self, logits_SV: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
         chosen = [(row, spec.shaping) for row, spec in enumerate(specs) if _has_penalty(spec.shaping)]
@@ -293,59 +340,21 @@ def _unpack(words_RW: Tensor, vocab_size: int) -> Tensor:
     return ((words_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
 
 
-class _Details:
-    """What sequences asked for beside the raw log-probability of their token."""
-
-    def __init__(
-        self, rows: tuple[int, ...], processed: tuple[int, ...], chosen_P: Tensor | None, details: DetailRows | None
-    ) -> None:
-        self._rows, self._processed = rows, processed
-        self._chosen_P, self._details = chosen_P, details
-
-    @staticmethod
-    def of(specs: Sequence[SampleSpec], rows: SamplingRows, sampled: Sampled) -> _Details | None:
-        """None when nobody did."""
-        options = [spec.logprobs or _NOTHING for spec in specs]
-        wanting = [row for row, o in enumerate(options) if o.top_n or o.token_ids or o.processed]
-        if not wanting:
-            return None
-        device = sampled.raw_SV.device
-        logprobs_RV = sampled.raw_SV[torch.tensor(wanting, device=device)].log_softmax(-1)
-        processed = [row for row in wanting if options[row].processed]
-        chosen_P = None
-        if processed:
-            at = torch.tensor(processed, device=device)
-            drawn_PV = drawn_from(sampled.allowed_SV[at], rows.take(processed))
-            chosen_P = drawn_PV.gather(1, sampled.token_ids_S[at][:, None])[:, 0]
-            logprobs_RV[torch.tensor([wanting.index(row) for row in processed], device=device)] = drawn_PV
-        details = DetailRows(
-            logprobs_RV, [options[row].top_n for row in wanting], [options[row].token_ids for row in wanting]
-        )
-        return _Details(tuple(wanting), tuple(processed), chosen_P, details)
-
-    def add_to(self, logprobs: list[float], count: int) -> tuple[TokenDetails | None, ...]:
-        """Details of ``count`` samplers; corrects the log-probabilities of those who asked for processed ones."""
-        if self._chosen_P is not None:
-            for row, value in zip(self._processed, self._chosen_P.tolist(), strict=True):
-                logprobs[row] = value
-        found: list[TokenDetails | None] = [None] * count
-        if self._details is not None:
-            for row, (top, listed) in zip(self._rows, self._details.on_host(), strict=True):
-                found[row] = TokenDetails(top=top, listed=listed)
-        return tuple(found)
-
-
 class PendingTokens:
     """A step's result that the device may still be working on."""
 
     def __init__(
-        self, prepared: Prepared, sampled: Sampled | Greedy, details: _Details | None, masks: _Masks | None
+        self,
+        prepared: Prepared,
+        sampled: Sampled | Greedy,
+        details: Details | None,
+        overruled: Sequence[tuple[int, int]],
     ) -> None:
         self._plan, self._scores, self._routes = prepared.plan, prepared.scores, prepared.routes
         self._token_ids_S = torch.where(sampled.finite_S, sampled.token_ids_S, NO_TOKEN)
         self._logprobs_S = sampled.logprobs_S
         self._details = details
-        self._overruled = () if masks is None else masks.overruled
+        self._overruled = overruled
 
     def wait(self) -> StepResult:
         """The step's result, on the host."""

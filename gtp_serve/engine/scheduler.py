@@ -405,8 +405,7 @@ class Scheduler:
         if token == COMPLETE:
             return self._finish(seq, FinishReason(type="stop"))
         if token == DEAD_END:
-            message = f"the grammar cannot go on after token {seq.num_output} of this request"
-            return self._finish(seq, FinishReason(type="abort", message=message, code="grammar-dead-end"))
+            return self._finish(seq, _dead_end(seq))
         if token == NO_TOKEN:
             self.counters.non_finite += 1
             self._disclaim(seq)
@@ -504,6 +503,14 @@ def _item(seq: Sequence, count: int) -> StepItem:
         score=None if seq.told is None else seq.told.score_spec(start, count),
         routes=seq.told is not None and seq.told.routes,
     )
+
+
+def _dead_end(seq: Sequence) -> FinishReason:
+    if seq.request.sampling.grammar is not None:
+        message = f"the grammar cannot go on after token {seq.num_output} of this request"
+        return FinishReason(type="abort", message=message, code="grammar-dead-end")
+    message = f"after token {seq.num_output} of this request every id is forbidden that was allowed"
+    return FinishReason(type="abort", message=message, code="no-token-allowed")
 
 
 def _too_late(seq: Sequence) -> FinishReason:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
+from gtp_serve.engine.bad_words import BadWords
 from gtp_serve.engine.step import SampleSpec, Shaping, StepItem
 from gtp_serve.engine.told import Told
 from gtp_serve.kv.prefix import PrefixChain
@@ -35,6 +36,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_bad_words",
         "_end_ids",
         "_shaping",
         "_sorted_end_ids",
@@ -97,6 +99,7 @@ class Sequence:
         self._shaping = Shaping.of(
             request.sampling, self.tokens, prompt_len=self.prompt_len, end_ids=self._sorted_end_ids
         )
+        self._bad_words = BadWords(request.sampling.bad_words) if request.sampling.bad_words else None
         asks = request.logprobs is not None or request.return_routed_experts
         self.told = Told(request) if asks else None
         """What it is told beside its tokens."""
@@ -149,10 +152,16 @@ class Sequence:
             min_p=sampling.min_p,
             seed=self.seed,
             index=self.num_output,
-            banned=self._sorted_end_ids if self.num_output < sampling.min_new_tokens else (),
+            banned=self._banned(),
             shaping=self._shaping,
             logprobs=self.request.logprobs,
         )
+
+    def _banned(self) -> tuple[int, ...]:
+        ends = self._sorted_end_ids if self.num_output < self.request.sampling.min_new_tokens else ()
+        if self._bad_words is None:
+            return ends
+        return tuple(sorted({*ends, *self._bad_words.after(self.tokens, self.prompt_len)}))
 
     def append(self, token: int) -> FinishReason | None:
         """Take a generated token; returns why the sequence is complete, if it is (an end token first)."""

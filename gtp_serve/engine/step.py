@@ -17,14 +17,14 @@ NO_TOKEN = -1
 COMPLETE = -2
 """In a StepResult: the grammar is complete and no end token may be chosen; the sequence ends without a token."""
 DEAD_END = -3
-"""In a StepResult: the grammar cannot go on (a limit of its parser, or no id fits); nothing was sampled."""
+"""In a StepResult: no id can be chosen (the grammar cannot go on, or all are forbidden); nothing was sampled."""
 NOT_YET = -4
 """In a StepResult: the grammar is still being compiled; the same token must be fed again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Shaping:
-    """What changes a sequence's logits over its whole life: penalties, bias, grammar, and what they depend on.
+    """What changes a sequence's logits over its whole life: penalties, bias, grammar, allowed ids, and what they need.
 
     One for each sequence that needs it, compared by identity: whoever samples keeps its own state beside it
     (counts, a parser) for as long as it lives, and brings that up to date from ``tokens``.
@@ -43,7 +43,7 @@ class Shaping:
     ) -> Shaping | None:
         """None when the parameters change nothing."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
-        if not any(penalties) and not params.logit_bias and params.grammar is None:
+        if not (any(penalties) or params.logit_bias or params.grammar is not None or params.allowed_token_ids):
             return None
         return Shaping(params=params, tokens=tokens, prompt_len=prompt_len, end_ids=end_ids)
 

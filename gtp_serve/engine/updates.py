@@ -29,6 +29,7 @@ from gtp_serve.refit.orders import (
     Commit,
     Control,
     EndFeed,
+    Export,
     Fed,
     Feed,
     FlushCache,
@@ -218,6 +219,8 @@ class Updates:
                 self._done(call, machine.status())
             case Join() | Leave():
                 self._later(call, self._live.change_group(command))
+            case Export():
+                self._later(call, self._live.export(command))
             case Checksum() | Layout() | ReadTensor() | Release() | Restore() | FlushCache():
                 self._done(call, self._live.carry_out(command))
             case _:

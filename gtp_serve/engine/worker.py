@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import zmq
 
@@ -47,6 +47,8 @@ from gtp_serve.request import Request
 MESSAGES_IN_FLIGHT = 10_000
 """Bound of each direction's queue; a sender at the bound waits."""
 _STATS_EVERY_SECONDS = 0.25
+_BEAT_SECONDS = 5.0
+"""The same without work: whoever hears nothing knows that this process stands still."""
 _IDLE_CHECK_MS = 500
 """Between two looks at what the engine depends on, when nothing comes in."""
 _UPDATE_CHECK_MS = 5
@@ -69,7 +71,7 @@ def run_worker(endpoint: str, build: Build) -> int:
         try:
             engine = build(link.send)
             link.send(Ready(facts=_facts(engine)))
-            _Loop(engine, link).run()
+            Loop(engine, link).run()
         except GtpServeError as error:
             link.send(fatal(error))
             return error.exit_code
@@ -80,6 +82,18 @@ def run_worker(endpoint: str, build: Build) -> int:
             return fault.exit_code
         link.send(Stopped())
     return 0
+
+
+class Wire(Protocol):
+    """What the loop needs of its connection to the client."""
+
+    def send(self, message: FromWorker) -> None:
+        """Send one message."""
+        ...
+
+    def receive(self, wait_ms: int) -> list[ToWorker]:
+        """What has come in; waits so long for the first message."""
+        ...
 
 
 class _Link:
@@ -115,10 +129,10 @@ class _Link:
         return messages
 
 
-class _Loop:
+class Loop:
     """Messages and steps in turn."""
 
-    def __init__(self, engine: Engine, link: _Link) -> None:
+    def __init__(self, engine: Engine, link: Wire) -> None:
         self._engine = engine
         self._link = link
         self._deadline: float | None = None
@@ -130,29 +144,44 @@ class _Loop:
 
         :raises EngineFault: when the engine cannot go on.
         """
+        self.begin()
+        while not self.finished():
+            self.turn()
+        self.end()
+
+    def begin(self) -> None:
+        """Say how things are."""
         self._send_stats()
         self._send_weights()
-        while not self._finished():
-            self._handle_messages()  # while a step computes
-            if self._engine.has_work():
-                self._engine.wait()
-                self._handle_messages()  # what came in the meantime takes part in the next step
-            self._engine.check()
-            self._poll_updates()
-            self._enforce_deadline()
-            if self._engine.has_work():
-                self._step()
+
+    def turn(self) -> None:
+        """Take messages and go one step on."""
+        self._handle_messages()  # while a step computes
+        if self._engine.has_work():
+            self._engine.wait()
+            self._handle_messages()  # what came in the meantime takes part in the next step
+        self._engine.check()
+        self._poll_updates()
+        self._enforce_deadline()
+        if self._engine.has_work():
+            self._step()
+
+    def end(self) -> None:
+        """Answer whoever still waits."""
         if self._updates is not None:
             self._answer(self._updates.close())
 
-    def _finished(self) -> bool:
+    def finished(self) -> bool:
+        """Whether a Stop has been carried out."""
         return self._deadline is not None and not self._engine.has_requests()
 
     def _handle_messages(self) -> None:
         messages = self._link.receive(self._wait_ms())
         for message in messages:
             self._handle(message)
-        if messages and not self._engine.has_work():
+        if self._engine.has_work():
+            return
+        if messages or time.monotonic() - self._stats_sent >= _BEAT_SECONDS:
             self._send_stats()  # refusals change the numbers too
 
     def _wait_ms(self) -> int:

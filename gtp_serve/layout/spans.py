@@ -77,6 +77,9 @@ class Span:
     def __post_init__(self) -> None:
         if self.local.shape != self.logical.shape:
             raise ValueError(f"span of {self.name}: {self.local.shape} is not {self.logical.shape}")
+        # Spans also come from other processes; all that is done with boxes counts on this.
+        if not len(self.local.start) == len(self.logical.start) == len(self.local.shape):
+            raise ValueError(f"span of {self.name}: {self.local.start} or {self.logical.start} has another rank")
 
 
 @dataclass(frozen=True, slots=True)

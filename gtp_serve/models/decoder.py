@@ -136,7 +136,7 @@ class Decoder:
         return None if fix is None else fix(batch, block_size, self.config.sliding_window)
 
     def matrices(self) -> list[Tensor]:
-        """Parameters that activations are multiplied with, [.., K]; not the routers, whose choice no rounding may turn."""
+        """Parameters that activations are multiplied with, [.., K]; not the routers, whose choice must not turn."""
         return [matrix for layer in self.layers for matrix in layer.matrices()] + [self.head.weight]
 
     def targets(self) -> list[Target]:

@@ -22,6 +22,10 @@ from gtp_serve.refit.writers import DirectWriter, ViewWriter, Writer, slices
 
 #: Bytes of one piece of work: small enough to share out evenly and to bound what a conversion stages.
 PIECE_BYTES = 16 << 20
+#: The same where a unit may have copies of many shards and is one call.  A thread that comes back from a call waits for
+#: the interpreter's lock, beside a decoding engine for milliseconds; but the last units should end together.
+MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 << 20, 64 << 20
+_BATCHES_PER_THREAD = 4
 #: Under a limit on bytes per second, a piece is what may be read in this time: no thread then waits long.
 PACED_SECONDS = 0.05
 MIN_PACED_BYTES = 64 << 10
@@ -77,14 +81,21 @@ def apply_plan(
     _check_parties(plan, source, targets)
     for fill in plan.fills:
         targets[fill.target].tensor.detach()[slices(fill.box)].zero_()
-    units = deque(_units(plan, _piece_bytes(pace)))
     tensors = [target.tensor.detach() for target in targets]
     writer: Writer
     if isinstance(source, DirectSource):
         writer = DirectWriter(source, plan, tensors)
+        batch = plan.source_bytes // (threads * _BATCHES_PER_THREAD)
+        most = min(MAX_BATCH_BYTES, max(MIN_BATCH_BYTES, batch)) if writer.batches else PIECE_BYTES
+        units = deque(_units(plan, _piece_bytes(pace, most), many=writer.batches))
     else:
+        units = deque(_units(plan, _piece_bytes(pace, PIECE_BYTES)))
         writer = ViewWriter(source, plan, tensors, Counter(unit[0].source for unit in units))
     work = _Work(plan, units, writer, pace)
+    if threads == 1 and progress is None:  # a thread more would be one to wait for
+        done = deque[int]()
+        work.drain(done)
+        return sum(done)
     return _run(work, min(threads, max(1, len(units))), progress)
 
 
@@ -95,21 +106,24 @@ def _check_parties(plan: RefitPlan, source: WeightSource, targets: Sequence[Targ
         raise LayoutMismatch("the parameters are not those the plan was made for")
 
 
-def _piece_bytes(pace: Pace) -> int:
+def _piece_bytes(pace: Pace, most: int) -> int:
     if pace.rate is None:
-        return PIECE_BYTES
+        return most
     return min(PIECE_BYTES, max(MIN_PACED_BYTES, int(pace.rate * PACED_SECONDS)))
 
 
-def _units(plan: RefitPlan, limit: int) -> Iterator[tuple[Copy, ...]]:
-    """Copies of one shard, in its order, that together have at most ``limit`` bytes: what one thread does at a time."""
+def _units(plan: RefitPlan, limit: int, *, many: bool = False) -> Iterator[tuple[Copy, ...]]:
+    """Copies, in order, that together have at most ``limit`` bytes: what one thread does at a time.
+
+    :param many: a unit may have copies of more than one shard.
+    """
     unit: list[Copy] = []
     size = 0
     for copy in plan.copies:
         item = item_bytes(plan.have[copy.source])
         for piece in cut(copy, item, limit):
             count = piece.source_box.volume * item
-            if unit and (size + count > limit or unit[0].source != piece.source):
+            if unit and (size + count > limit or not (many or unit[0].source == piece.source)):
                 yield tuple(unit)
                 unit, size = [], 0
             unit.append(piece)
@@ -133,8 +147,8 @@ class _Work:
                     unit = self.units.popleft()
                 except IndexError:
                     return
-                item = item_bytes(self.plan.have[unit[0].source])
-                count = item * sum(piece.source_box.volume for piece in unit)
+                have = self.plan.have
+                count = sum([item_bytes(have[piece.source]) * piece.source_box.volume for piece in unit])
                 self.pace.wait(count)
                 self.writer.write(unit)
                 done.append(count)

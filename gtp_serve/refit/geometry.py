@@ -49,22 +49,39 @@ def _part(box: Box, first: Shape, count: int) -> Box:
 
 
 def byte_rows(
-    source_shape: Shape, source_box: Box, target_shape: Shape, target_box: Box, item: int, address: int
+    source_shape: Shape,
+    source_box: Box,
+    target_shape: Shape,
+    target_box: Box,
+    item: int,
+    address: int,
+    *,
+    target_item: int = 0,
+    convert: int = 0,
 ) -> list[Rows]:
     """The copy of one box onto another of the same shape, as rows that are contiguous on both sides.
 
-    :param item: bytes of one element, in source and target.
+    :param item: bytes of one element of the source; of the target too unless ``target_item`` says otherwise.
     :param address: of the target's first element.
+    :param convert: what the rows say of how elements become others.
     :raises ValueError: when a box leaves its tensor.
     """
     if not source_box.inside(source_shape) or not target_box.inside(target_shape):
         raise ValueError(f"{source_box} of {list(source_shape)} cannot become {target_box} of {list(target_shape)}")
-    there, here = _strides(source_shape, item), _strides(target_shape, item)
-    start, size, axes = 0, item, list[tuple[int, int, int]]()
+    made = target_item or item
+    if source_box.shape and source_box.shape[1:] == source_shape[1:] == target_shape[1:]:  # whole rows: the common case
+        width, count = prod(source_shape[1:]), source_box.shape[0]
+        size = width * count
+        if not size:
+            return []
+        to = address + target_box.start[0] * width * made
+        return [Rows(source_box.start[0] * width * item, size * item, size * item, 1, to, size * made, convert)]
+    there, here = _strides(source_shape), _strides(target_shape)
+    start, to, size, axes = 0, 0, 1, list[tuple[int, int, int]]()  # all in elements
     for axis in range(len(there) - 1, -1, -1):
         count, from_source, to_target = source_box.shape[axis], there[axis], here[axis]
         start += source_box.start[axis] * from_source
-        address += target_box.start[axis] * to_target
+        to += target_box.start[axis] * to_target
         if count == 1:
             continue
         if not axes and from_source == to_target == size:
@@ -74,22 +91,24 @@ def byte_rows(
             axes[-1] = (inner[0] * count, inner[1], inner[2])
         else:
             axes.append((count, from_source, to_target))
+    start, address = start * item, address + to * made
     if not axes:
-        return [Rows(start, size, size, 1, address, size)] if size else []
+        return [Rows(start, size * item, size * item, 1, address, size * made, convert)] if size else []
     (count, from_source, to_target), *outer = axes
+    if not size * count:
+        return []
+    step = (from_source * item, size * item, count)
     if not outer:
-        return [Rows(start, from_source, size, count, address, to_target)] if size * count else []
+        return [Rows(start, *step, address, to_target * made, convert)]
     return [
         Rows(
-            start + sum(i * axis[1] for i, axis in zip(at, reversed(outer), strict=True)),
-            from_source,
-            size,
-            count,
-            address + sum(i * axis[2] for i, axis in zip(at, reversed(outer), strict=True)),
-            to_target,
+            start + item * sum(i * axis[1] for i, axis in zip(at, reversed(outer), strict=True)),
+            *step,
+            address + made * sum(i * axis[2] for i, axis in zip(at, reversed(outer), strict=True)),
+            to_target * made,
+            convert,
         )
         for at in product(*(range(axis[0]) for axis in reversed(outer)))
-        if size * count
     ]
 
 
@@ -100,6 +119,6 @@ def _continues(inner: tuple[int, int, int], from_source: int, to_target: int) ->
 
 
 @lru_cache(maxsize=4096)
-def _strides(shape: Shape, item: int) -> tuple[int, ...]:
-    """Bytes from one index to the next on each axis of a row-major tensor."""
-    return tuple(item * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def _strides(shape: Shape) -> tuple[int, ...]:
+    """Elements from one index to the next on each axis of a row-major tensor."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

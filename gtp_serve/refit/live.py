@@ -20,6 +20,8 @@ class Live:
         """Why there are no whole weights; empty when there are."""
         self.sleeping: tuple[str, ...] = ()
         """Memory that was given back."""
+        self.swaps = 0
+        """How often other weights came to serve, or none."""
         self.before: tuple[str, str] | None = None
         """Label and digest of what a rollback would restore."""
 
@@ -37,10 +39,12 @@ class Live:
         self.before = (self.version, self.digest) if keeps_old and not self.torn else None
         self.labels.set_live(version)
         self.torn, self.digest = "", combine(ranks)
+        self.swaps += 1
 
     def tear(self, why: str) -> None:
         """There are no whole weights from now on."""
         self.before, self.torn, self.digest = None, why, ""
+        self.swaps += 1
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Memory is given back; without that of the weights there are no whole ones until an update."""

@@ -68,6 +68,8 @@ class MemoryOrder(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
 
     segments: tuple[Segment, ...]
     shards: tuple[StoredShard, ...]
+    elsewhere: dict[int, tuple[Segment, ...]] = {}
+    """Copies of the segments for ranks on other hosts, by rank."""
 
 
 class StreamOrder(msgspec.Struct, frozen=True, kw_only=True, tag="safetensors"):
@@ -356,6 +358,31 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tags: tuple[str, ...]
 
 
+class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have each rank write parameters into sealed memory while steps run; answered with ``Exported``, or refused with
+    ``weights-changed`` when other weights came to serve meanwhile.  The memory is kept until the next Export.
+    """
+
+    owned: tuple[tuple[Shard, ...], ...]
+    """What each rank gives: its shards with only those spans that are wanted of it; none: let the memory go."""
+    update: str = ""
+    """A verified update whose weights are wanted; empty: those that serve."""
+
+
+class RankExport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's weights lie; no segment when it gives none."""
+
+    segment: Segment | None = None
+    shards: tuple[StoredShard, ...] = ()
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What an Export is answered with."""
+
+    version: str
+    ranks: tuple[RankExport, ...]
+
+
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget the prefix cache; running requests keep their KV."""
 
@@ -378,4 +405,5 @@ Control = (
     | Release
     | Restore
     | FlushCache
+    | Export
 )

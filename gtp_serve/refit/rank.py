@@ -8,16 +8,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from gtp_serve.errors import UpdateRefused
 from gtp_serve.layout.spans import Box, Shape, Shard, intersect
+from gtp_serve.refit.apply import Target
 from gtp_serve.refit.arena import give_back
-from gtp_serve.refit.orders import GroupOrder, JoinGroup, Order, Piece, Report, StageOrder, TensorPart, Vote
+from gtp_serve.refit.offer import Offer, TensorOffer
+from gtp_serve.refit.orders import GroupOrder, JoinGroup, Order, Piece, RankExport, Report, StageOrder, TensorPart, Vote
+from gtp_serve.refit.outgoing import fill_segment
+from gtp_serve.refit.shared import SealedMemory
 from gtp_serve.refit.staging import Plans, Sources, Staging, Watch
 from gtp_serve.refit.store import WeightStore
 from gtp_serve.refit.transports.foreign import ForeignGroups
@@ -77,6 +83,11 @@ class RankWeights:
         """Of the live set; empty: not known."""
         self._previous: str | None = None
         """Digest of the set that a rollback restores (empty: not known); None: there is no such set."""
+        self._export: SealedMemory | None = None
+        self._reading = threading.Lock()
+        """Held while a tensor is copied out, and while the sets are exchanged."""
+        self._changes = 0
+        """Of what either set holds."""
 
     # -- while steps run ---------------------------------------------------------------------------
 
@@ -114,6 +125,7 @@ class RankWeights:
             threads=self._stall_threads if inplace else self._threads,
             watch=watch,
             before=lambda: self._before(watch, previous, inplace),
+            derive=lambda keep_on: self._store.derive(staged=not inplace, keep_on=keep_on),
             on_touch=lambda: self._note_touched(inplace),
         )
         job = self._job = _Job(staging)
@@ -155,6 +167,50 @@ class RankWeights:
         """Leave it."""
         self._foreign().leave(name)
 
+    def export(self, update: str, owned: Sequence[Shard]) -> RankExport:
+        """Write spans of the live set, or of a verified update's, into sealed memory, in a thread beside the steps.
+
+        :param owned: this rank's shards with only the spans that are wanted; none lets the memory of before go.
+        :raises UpdateRefused: when this rank holds no such update.
+        """
+        before, self._export = self._export, None
+        if before is not None:
+            before.close()
+        if not owned:
+            return RankExport()
+        pairs = [(target.shard, target.tensor) for target in self._held(update)]
+        self._export, stored = fill_segment(_Unchanged(TensorOffer(pairs), self._copy_out(bool(update))), owned)
+        if self._export is None:
+            return RankExport()
+        return RankExport(segment=self._export.seal(), shards=tuple(stored))
+
+    def _copy_out(self, staged: bool) -> Callable[[], AbstractContextManager[None]]:
+        """Makes what is entered for each copy.
+
+        :raises UpdateRefused: from it, once the set holds something else.
+        """
+        before = self._marks(staged)
+
+        @contextmanager
+        def copying() -> Iterator[None]:
+            with self._reading:
+                if self._marks(staged) != before:
+                    raise UpdateRefused("the weights changed while they were written out", code="weights-changed")
+                yield
+
+        return copying
+
+    def _marks(self, staged: bool) -> object:
+        return (self._changes, self._job if staged else None)
+
+    def _held(self, update: str) -> Sequence[Target]:
+        if not update:
+            return self._store.live
+        job = self._job
+        if job is None or job.staging.order.update != update or job.vote is None or job.vote.error is not None:
+            raise UpdateRefused(f"rank {self._rank} has nothing verified of update {update}", code="not-verified")
+        return self._store.live if job.staging.order.memory == "inplace" else self._store.staged
+
     # -- between two steps -------------------------------------------------------------------------
 
     def commit(self, update: str, version: str) -> str:
@@ -167,7 +223,7 @@ class RankWeights:
             raise UpdateRefused(f"rank {self._rank} has nothing verified of update {update}", code="not-verified")
         self._wait_for(job)
         if job.staging.order.memory == "staged":
-            self._store.swap()
+            self._swap()
             self._previous = self._digest
         self._digest = job.vote.digest
         self._job = None
@@ -184,9 +240,14 @@ class RankWeights:
                 [("kept", "the set before the last commit, until another update begins")],
                 code="nothing-to-roll-back",
             )
-        self._store.swap()
+        self._swap()
         self._digest, self._previous = self._previous, self._digest
         return self._digest or self.checksum()
+
+    def _swap(self) -> None:
+        with self._reading:
+            self._changes += 1
+            self._store.swap()
 
     def checksum(self) -> str:
         """Digest of the live set, computed now."""
@@ -215,8 +276,10 @@ class RankWeights:
         """
         self._refuse_running()
         if "weights" in tags:
-            self._store.release_live()
-            self._store.release_staged()
+            with self._reading:
+                self._changes += 1
+                self._store.release_live()
+                self._store.release_staged()
             self._job, self._previous, self._digest = None, None, ""
         if "kv_cache" in tags:
             for cache in self._caches:
@@ -258,6 +321,8 @@ class RankWeights:
 
     def _note_touched(self, inplace: bool) -> None:
         if inplace:
+            with self._reading:
+                self._changes += 1
             self._digest = ""
         else:
             self._previous = None
@@ -288,6 +353,22 @@ class RankWeights:
         if self._sources.foreign is None:
             raise UpdateRefused("this engine joins no other trainers' groups", code="not-supported")
         return self._sources.foreign
+
+
+class _Unchanged:
+    """An offer whose copies are made under a guard."""
+
+    def __init__(self, offered: Offer, copying: Callable[[], AbstractContextManager[None]]) -> None:
+        self._offered, self._copying = offered, copying
+
+    def shards(self) -> Sequence[Shard]:
+        """All of them, in a fixed order."""
+        return self._offered.shards()
+
+    def copy(self, index: int, box: Box, out: npt.NDArray[np.uint8]) -> None:
+        """Copy the elements ``box`` of a shard, row-major, into so many bytes."""
+        with self._copying():
+            self._offered.copy(index, box, out)
 
 
 def _step_back() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gtp_serve.layout.spans import Shard
-from gtp_serve.refit.orders import JoinGroup, Order, Piece, StageOrder, TensorPart
+from gtp_serve.refit.orders import JoinGroup, Order, Piece, RankExport, StageOrder, TensorPart
 
 
 class RankControl(Protocol):
@@ -70,6 +70,12 @@ class RankControl(Protocol):
 
     def leave_group(self, name: str) -> None:
         """As ``join_group``; a group that is unknown is no error."""
+        ...
+
+    def export(self, update: str, owned: Sequence[Shard]) -> RankExport:
+        """Write spans of the live set, or of a verified update's, into sealed memory and let go of what was exported
+        before; called in a thread of its own while steps run.
+        """
         ...
 
     def release(self, tags: Sequence[str]) -> None:

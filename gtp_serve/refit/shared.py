@@ -215,16 +215,18 @@ def _reason(segment: Segment, error: OSError) -> str:
 class MemorySource:
     """The shards of a MemoryOrder; each one's digest is verified when it is read.
 
+    :param rank: of the engine, which may be on another host than rank 0.
     :raises UpdateRefused: in one sentence, for segments and shards that are not what they are said to be.
     """
 
-    def __init__(self, order: MemoryOrder) -> None:
+    def __init__(self, order: MemoryOrder, rank: int = 0) -> None:
         self._stored = order.shards
         self._segments: list[SharedBytes] = []
+        segments = order.elsewhere.get(rank, order.segments)
         for shard in order.shards:
-            _check_place(shard, order.segments)
+            _check_place(shard, segments)
         try:
-            for segment in order.segments:
+            for segment in segments:
                 self._segments.append(SharedBytes(segment))
         except BaseException:
             self.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from gtp_serve.layout.spans import Shard
 
@@ -30,8 +29,7 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Bytes of a shard and the memory they go to: ``count`` rows (at least one) of ``size`` bytes each.
 
     Row i is the shard's bytes from ``start + i * source_stride`` and goes to ``address + i * stride``.
@@ -40,9 +38,12 @@ class Rows:
     start: int
     source_stride: int
     size: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple's method of that name is not missed
     address: int
     stride: int
+    convert: int = 0
+    """How elements are converted on the way (see ``refit.native_copy``); 0: not at all.  ``stride`` is of what they
+    become."""
 
     @property
     def end(self) -> int:
@@ -60,5 +61,22 @@ class DirectSource(WeightSource, Protocol):
         :param rows: in any order; their memory is writable, stays where it is until this returns, and holds anything
             at all when it raises.
         :raises CheckpointCorrupt: when the bytes are not there.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchSource(DirectSource, Protocol):
+    """A source that puts bytes of many shards where they belong in one go, and converts them on the way."""
+
+    @property
+    def batches(self) -> bool:
+        """Whether it does so here."""
+        ...
+
+    def read_many(self, parts: Sequence[tuple[int, Sequence[Rows]]]) -> None:
+        """As ``read_into`` for each (index, rows); rows may ask for a conversion.
+
+        :raises CheckpointCorrupt: when the bytes are not there, naming the shard.
         """
         ...

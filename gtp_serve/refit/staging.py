@@ -150,6 +150,8 @@ class Staging:
     threads: int
     watch: Watch
     before: Callable[[], None] = lambda: None
+    derive: Callable[[Callable[[], None]], None] = lambda keep_on: None
+    """Computes what serves in the place of verified weights; is given the watch's ``keep_on``."""
     on_touch: Callable[[], None] = lambda: None
     """Told once, before the first byte of the set may be overwritten."""
     pieces: SimpleQueue[Piece | None] = field(default_factory=SimpleQueue)
@@ -168,6 +170,8 @@ class Staging:
             received = self._transfer(targets)
             with self._phase("verify", "verifying"):
                 digest = verify(targets, threads=self.threads, keep_on=self.watch.keep_on)
+            with self._phase("derive", "deriving what serves"):
+                self.derive(self.watch.keep_on)
         except GtpServeError as error:
             return self._vote(error=(error.code, error.message, _texts(error)))
         except Exception as error:
@@ -205,7 +209,7 @@ class Staging:
                 return self._copy(source, targets, disk.max_bytes_per_second)
             case MemoryOrder() as memory:
                 with self._phase("open", "opening shared memory"):
-                    source = MemorySource(memory)
+                    source = MemorySource(memory, self.rank)
                 return self._copy(source, targets)
             case StreamOrder() as stream:
                 return self._read_stream(stream, targets)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from gtp_serve.errors import CheckpointCorrupt
-from gtp_serve.layout.spans import Box, Shape
+from gtp_serve.layout.spans import Box, Shape, Shard
 from gtp_serve.refit.geometry import byte_rows, cut
-from gtp_serve.refit.plan import Copy, RefitPlan, item_bytes
-from gtp_serve.refit.source import DirectSource, Rows, WeightSource
+from gtp_serve.refit.native_copy import AS_IS, CONVERSIONS, MEMORY, Job, native_reader
+from gtp_serve.refit.plan import ITEM_BYTES, Copy, RefitPlan, item_bytes
+from gtp_serve.refit.source import BatchSource, DirectSource, Rows, WeightSource
 
 #: Bytes that are read before they are converted: they are still in the cache then.
 STAGED_BYTES = 512 << 10
@@ -29,8 +30,11 @@ Slices = tuple[slice, ...]
 class Writer(Protocol):
     """Writes copies into tensors; threads share one."""
 
+    batches: bool
+    """Whether a unit may have copies of several shards."""
+
     def write(self, unit: Sequence[Copy]) -> None:
-        """Carry out copies of one shard, in its order."""
+        """Carry out copies of one shard, in its order; of several shards one after another where ``batches``."""
         ...
 
 
@@ -40,15 +44,23 @@ def slices(box: Box) -> Slices:
 
 
 class DirectWriter:
-    """Has the source write into the tensors' memory; into a small buffer first where a dtype or device differs."""
+    """Has the source write into the tensors' memory; into a small buffer first where a dtype or device differs.
+
+    A source that takes many shards at a time, and converts, gets whole units.
+    """
 
     def __init__(self, source: DirectSource, plan: RefitPlan, tensors: Sequence[Tensor]) -> None:
         self._source, self._plan, self._tensors = source, plan, tensors
         self._addresses = [t.data_ptr() if t.device.type == "cpu" else None for t in tensors]
         self._mine = local()
+        self._many = source if isinstance(source, BatchSource) and source.batches else None
+        self.batches = self._many is not None
 
     def write(self, unit: Sequence[Copy]) -> None:
         """See ``Writer``."""
+        if self._many is not None:
+            self._write_many(self._many, unit)
+            return
         have, rows = self._plan.have[unit[0].source], list[Rows]()
         item = item_bytes(have)
         for copy in unit:
@@ -59,6 +71,26 @@ class DirectWriter:
                 rows += byte_rows(have.shape, copy.source_box, want.shape, copy.target_box, item, address)
         if rows:
             self._source.read_into(unit[0].source, rows)
+
+    def _write_many(self, source: BatchSource, unit: Sequence[Copy]) -> None:
+        parts: list[tuple[int, list[Rows]]] = []
+        for copy in unit:
+            have, want = self._plan.have[copy.source], self._plan.want[copy.target]
+            address = self._addresses[copy.target]
+            same = have.dtype == want.dtype
+            convert = AS_IS if same else CONVERSIONS.get((have.dtype, want.dtype))
+            item = ITEM_BYTES[have.dtype]
+            if address is None or convert is None:
+                self._convert(copy, item)
+                continue
+            if not parts or parts[-1][0] != copy.source:
+                parts.append((copy.source, []))
+            boxes = (have.shape, copy.source_box, want.shape, copy.target_box)
+            made = item if same else ITEM_BYTES[want.dtype]
+            parts[-1][1].extend(byte_rows(*boxes, item, address, target_item=made, convert=convert))
+        ready = [part for part in parts if part[1]]
+        if ready:
+            source.read_many(ready)
 
     def _convert(self, copy: Copy, item: int) -> None:
         have, target = self._plan.have[copy.source], self._tensors[copy.target]
@@ -93,6 +125,8 @@ class ViewWriter:
     :param uses: in how many units each shard comes.
     """
 
+    batches = False
+
     def __init__(
         self, source: WeightSource, plan: RefitPlan, tensors: Sequence[Tensor], uses: Mapping[int, int]
     ) -> None:
@@ -109,6 +143,8 @@ class ViewWriter:
     def _copy(self, copy: Copy, raw: Bytes) -> None:
         have, want, tensor = self._plan.have[copy.source], self._plan.want[copy.target], self._tensors[copy.target]
         item = item_bytes(have)
+        if tensor.device.type == "cpu" and self._copy_native(copy, raw, have, want, tensor):
+            return
         taken = raw[_byte_slices(copy.source_box, item)]
         if have.dtype == want.dtype and tensor.device.type == "cpu":
             np.copyto(_as_bytes(tensor)[_byte_slices(copy.target_box, item)], taken)
@@ -116,6 +152,19 @@ class ViewWriter:
         staged = torch.empty(copy.source_box.shape, dtype=getattr(torch, have.dtype))
         np.copyto(_as_bytes(staged), taken)
         tensor[slices(copy.target_box)].copy_(staged)
+
+    def _copy_native(self, copy: Copy, raw: Bytes, have: Shard, want: Shard, tensor: Tensor) -> bool:
+        """Whether the compiled library did it."""
+        reader, same = native_reader(), have.dtype == want.dtype
+        convert = AS_IS if same else CONVERSIONS.get((have.dtype, want.dtype))
+        if reader is None or convert is None:
+            return False
+        item = ITEM_BYTES[have.dtype]
+        boxes = (have.shape, copy.source_box, want.shape, copy.target_box)
+        made = ITEM_BYTES[want.dtype]
+        rows = byte_rows(*boxes, item, tensor.data_ptr(), target_item=made, convert=convert)
+        reader.read([Job(MEMORY, have.key, raw.ctypes.data, rows)])
+        return True
 
 
 class _Views:

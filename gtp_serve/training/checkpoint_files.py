@@ -12,6 +12,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
@@ -94,7 +95,11 @@ def begin(root: Path, iteration: int) -> tuple[Attempt, int]:
         raise UsageError(f"{attempt.folder} exists already", [("try", "another iteration, or remove the folder")])
     attempt.partial.mkdir()
     lock = os.open(attempt.partial / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(lock)
+        raise
     return attempt, lock
 
 
@@ -118,8 +123,11 @@ def _remove_abandoned(partial: Path) -> None:
 
 def unlock(lock: int) -> None:
     """Let go of a save's lock, also where a child process has got its file descriptor."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    try:
+        with suppress(OSError):  # closed, it is gone too, but for such children
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
 
 
 def write_rank(attempt: Attempt, rank: int, common: object, items: Iterable[tuple[StoredItem, Tensor]]) -> None:

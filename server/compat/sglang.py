@@ -27,7 +27,7 @@ _BUCKET_FORMATS: Mapping[str, Packed] = {"": "", "flattened_bucket": "flattened_
 _TAGS = ("weights", "kv_cache")
 _KNOWN_TAGS = frozenset({*_TAGS, "cuda_graph"})
 _GROUP = "weight_update_group"
-_MAX_ROWS = 10_000
+MAX_ROWS = 10_000
 _SAFE_WAY = (
     "over this route tensors come as pickles, which can run code, so none is read",
     [
@@ -167,7 +167,7 @@ class SglangRoutes:
     async def read_weights(self, serving: Serving, request: Request, body: dict[str, Any]) -> Response:
         """The first rows of a tensor."""
         name = logical_name(read_string(body, "name"))
-        rows = read_whole(body, "truncate_size", 0, _MAX_ROWS, 100)
+        rows = read_whole(body, "truncate_size", 0, MAX_ROWS, 100)
         if name == HEAD and serving.engine.model.tied:
             name = EMBEDDING
         told = await serving.client.control(ReadTensor(name=name, limit=rows))

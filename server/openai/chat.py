@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gtp_serve.errors import RequestRejected
+from gtp_serve.request import Grammar
 from gtp_serve.server.answer import Opened
 from gtp_serve.server.openai.choices import Frame
 from gtp_serve.server.openai.fields import CHAT_AT_DEFAULT, CHAT_NAMES, CHAT_NUMBERS, NUMBERS
@@ -15,6 +16,7 @@ from gtp_serve.server.openai.reading import (
     make_call,
     names_here,
     read_fields,
+    read_grammar,
     read_wanted,
 )
 from gtp_serve.server.openai.tools import ToolText, split_calls
@@ -44,10 +46,12 @@ class ChatApi:
         try:
             ids = await conversation_ids(conversation, serving)
             most = serving.engine.max_context
-            call = make_call(given, {"input_ids": ids}, wanted, most=most, scored=bare)
+            grammar = _call_grammar(conversation, given, serving, one_call=not numbers["parallel_tool_calls"])
+            call = make_call(given, {"input_ids": ids}, wanted, most=most, scored=bare, grammar=grammar)
             jobs = await prepare(call, serving)
         except RequestRejected as error:
-            names_here("messages", "top_logprobs", grammar_field(given)).explain(error)
+            field = "tools" if conversation.offer.must else grammar_field(given)
+            names_here("messages", "top_logprobs", field).explain(error)
             raise
         answer = _Answer(
             serving, wanted, conversation, call.prompts[0].rid, one_call=not numbers["parallel_tool_calls"], bare=bare
@@ -57,6 +61,22 @@ class ChatApi:
     def explain(self, error: BaseException) -> BaseException:
         """The same error in this route's names."""
         return _NAMES.explain(error)
+
+
+def _call_grammar(
+    conversation: Conversation, given: dict[str, Any], serving: Serving, *, one_call: bool
+) -> Grammar | None:
+    """What a reply that must call a tool has to match."""
+    template = "" if serving.tokenizer is None else serving.tokenizer.chat_source
+    grammar = conversation.offer.grammar(template, one_call=one_call)
+    if grammar is not None and read_grammar(given):
+        field = grammar_field(given)
+        raise RequestRejected(
+            f"tool_choice decides what the reply looks like, and so does {field}",
+            [("send", "only one of them")],
+            param=field,
+        )
+    return grammar
 
 
 def _one_max_tokens(given: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +102,7 @@ class _Answer:
         self, serving: Serving, wanted: Wanted, conversation: Conversation, rid: str, *, one_call: bool, bare: bool
     ) -> None:
         self._wanted = wanted
-        self._tools = conversation.tool_names
+        self._tools = conversation.offer.names
         self._one_call = one_call
         self._bare = bare
         self._frame = Frame(serving, wanted, f"chatcmpl-{rid}", kind="chat.completion", chunk="chat.completion.chunk")

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gtp_serve.engine.limits import MAX_CHOICES, MAX_GRAMMAR_CHARS, MAX_SALT_CHARS, MAX_TOP_LOGPROBS
+from gtp_serve.engine.limits import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_SALT_CHARS,
+    MAX_TOP_LOGPROBS,
+)
 from gtp_serve.server.schemas import (
     CALL_NUMBERS,
     MAX_RID_CHARS,
@@ -47,6 +55,8 @@ SAMPLED: Mapping[str, str] = {
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
     "logit_bias": "logit_bias",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
 }
 #: Fields that stand for one of the call's own.
 CALLED: Mapping[str, str] = {
@@ -79,7 +89,7 @@ TEMPLATE_NUMBERS: Mapping[str, Number] = {
 CHAT_NUMBERS: Mapping[str, Number] = {
     "logprobs": Number(kind="bool", default=False, help="of chosen tokens"),
     "top_logprobs": Number(kind="int", default=0, low=0, high=MAX_TOP_LOGPROBS, help="others beside them"),
-    "parallel_tool_calls": Number(kind="bool", default=True, help="false: only the first call of a reply"),
+    "parallel_tool_calls": Number(kind="bool", default=True, help="false: a reply has one call at most"),
     **TEMPLATE_NUMBERS,
 }
 OPTION_NUMBERS: Mapping[str, Number] = {
@@ -90,11 +100,10 @@ OPTION_NUMBERS: Mapping[str, Number] = {
 _NOT_YET = "not supported yet"
 _OTHER_MODALITIES = "not supported: text and token ids only"
 _NO_TEMPLATE = "not supported: a template comes from the model or the operator, never from a request"
+_NO_SUFFIX = "not supported: spell the model's own tokens for filling in a middle in the prompt"
 _ONE_REPLY = "not supported: replies are not ranked; send n"
 _TOOLS = "not supported: send tools"
 _SHARED_AT_DEFAULT: AtDefault = {
-    "allowed_token_ids": ((), _NOT_YET),
-    "bad_words": (([],), _NOT_YET),
     "use_beam_search": ((False,), _NOT_YET),
     "length_penalty": ((1,), _NOT_YET),
     "truncate_prompt_tokens": ((), _NOT_YET),
@@ -107,7 +116,7 @@ _SHARED_AT_DEFAULT: AtDefault = {
 }
 COMPLETION_AT_DEFAULT: AtDefault = {
     **_SHARED_AT_DEFAULT,
-    "suffix": (("",), _NOT_YET),
+    "suffix": (("",), _NO_SUFFIX),
     "best_of": ((1,), _ONE_REPLY),
     "prompt_embeds": ((), _NOT_YET),
     "add_special_tokens": ((True,), _NOT_YET),
@@ -142,6 +151,21 @@ TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0,
 PROMPT: Schema = {"type": "string", "minLength": 1}
 MODEL: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 ROLE = "[A-Za-z0-9_-]{1,64}"
+BAD_WORD: Schema = {
+    "anyOf": [
+        {"type": "string", "maxLength": MAX_STOP_CHARS, "pattern": r"\S"},
+        {**TOKEN_IDS, "maxItems": MAX_BAD_WORD_IDS},
+    ]
+}
+CHOICE_LISTS: Mapping[str, Schema] = {
+    "allowed_token_ids": {**TOKEN_IDS, "maxItems": MAX_ALLOWED, "description": "no other id can be chosen"},
+    "bad_words": {
+        "type": "array",
+        "items": BAD_WORD,
+        "maxItems": MAX_BAD_WORDS // 2,
+        "description": "texts or ids: a word's last token cannot follow its others",
+    },
+}
 _LISTS: Mapping[str, Schema] = {
     "stop": {
         "anyOf": [
@@ -157,6 +181,7 @@ _LISTS: Mapping[str, Schema] = {
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "request_id": {"type": "string", "minLength": 1, "maxLength": MAX_RID_CHARS},
     "cache_salt": {"type": "string", "maxLength": MAX_SALT_CHARS},
+    **CHOICE_LISTS,
 }
 GRAMMARS: Mapping[str, Schema] = {
     "json": {"anyOf": [_OBJECT, PROMPT]},
@@ -236,6 +261,40 @@ _TOOL: Schema = {
         },
     },
 }
+_FUNCTION: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 256}},
+        },
+    },
+    "additionalProperties": False,
+}
+_ALLOWED_TOOLS: Schema = {
+    "type": "object",
+    "required": ["type", "allowed_tools"],
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "required": ["tools"],
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _FUNCTION, "minItems": 1},
+            },
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
+TOOL_CHOICE: Schema = {
+    "anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION, _ALLOWED_TOOLS],
+    "description": "required, or a function by its name: the reply is a call, by grammar",
+}
 TEMPLATE_SCHEMAS: Mapping[str, Schema] = {
     "messages": {
         "type": "array",
@@ -250,7 +309,7 @@ TEMPLATE_SCHEMAS: Mapping[str, Schema] = {
 }
 CHAT_SCHEMAS: Mapping[str, Schema] = {
     "max_completion_tokens": {"type": "integer", "minimum": 0, "description": "max_tokens by its newer name"},
-    "tool_choice": {"enum": ["none", "auto"]},
+    "tool_choice": TOOL_CHOICE,
     "reasoning_effort": {**_TEXT, "description": "given to the template"},
     **TEMPLATE_SCHEMAS,
     **_SHARED_SCHEMAS,

@@ -15,7 +15,8 @@ from typing import Any
 from gtp_serve.errors import RequestRejected
 from gtp_serve.loaders.chat_prompt import ChatTokenizer, encode_chat
 from gtp_serve.server.openai.fields import MAX_MESSAGES, ROLE, TEMPLATE_NUMBERS
-from gtp_serve.server.openai.tools import plain_calls, read_tools
+from gtp_serve.server.openai.tool_choice import Offer, read_offer
+from gtp_serve.server.openai.tools import plain_calls
 from gtp_serve.server.prepare import CHARS_PER_TOKEN
 from gtp_serve.server.sampling_fields import read_token_ids
 from gtp_serve.server.schemas import describe, read_number
@@ -44,7 +45,7 @@ class Conversation:
     add_generation_prompt: bool
     continue_final_message: bool
     carried: Carried | None
-    tool_names: frozenset[str]
+    offer: Offer
 
 
 def read_conversation(given: Mapping[str, Any]) -> Conversation:
@@ -60,7 +61,7 @@ def read_conversation(given: Mapping[str, Any]) -> Conversation:
         raise RequestRejected(f"messages must be a list of 1 to {MAX_MESSAGES} messages, not {seen}", param="messages")
     carried = _read_carried(raw, given)
     messages = tuple(_read_message(message, f"messages[{index}]") for index, message in enumerate(raw))
-    tools, names = read_tools(given)
+    offer = read_offer(given)
     flags = {name: read_number(given, name, field, "") for name, field in TEMPLATE_NUMBERS.items()}
     goes_on = bool(flags["continue_final_message"])
     if goes_on and flags["add_generation_prompt"]:
@@ -75,11 +76,11 @@ def read_conversation(given: Mapping[str, Any]) -> Conversation:
         )
     return Conversation(
         messages=messages,
-        variables=_read_variables(given, tools),
+        variables=_read_variables(given, list(offer.tools)),
         add_generation_prompt=flags["add_generation_prompt"] is not False,
         continue_final_message=goes_on,
         carried=carried,
-        tool_names=names,
+        offer=offer,
     )
 
 

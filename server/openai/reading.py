@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gtp_serve.errors import PromptTooLong, RequestRejected
+from gtp_serve.request import Grammar
 from gtp_serve.server.answer import new_rid
 from gtp_serve.server.calls import Call, parse_call
 from gtp_serve.server.fields import check_names, read_choice, read_text
@@ -65,7 +66,7 @@ def names_here(prompt: str, logprobs: str, grammar: str = "structured_outputs") 
     :param logprobs: the field that asks for other tokens' log-probabilities.
     :param grammar: the field that a grammar came from.
     """
-    grammars = dict.fromkeys(("json_schema", "regex", "ebnf", "choice"), grammar)
+    grammars = dict.fromkeys(("json_schema", "regex", "ebnf", "choice", "tool_calls"), grammar)
     others = {"text": prompt, "input_ids": prompt, "top_logprobs_num": logprobs, "return_logprob": "logprobs"}
     return Names(names={ours: theirs for theirs, ours in {**SAMPLED, **CALLED}.items()} | grammars | others)
 
@@ -125,12 +126,21 @@ def read_wanted(
     )
 
 
-def make_call(given: Mapping[str, Any], prompt: Mapping[str, Any], wanted: Wanted, *, most: int, scored: bool) -> Call:
+def make_call(
+    given: Mapping[str, Any],
+    prompt: Mapping[str, Any],
+    wanted: Wanted,
+    *,
+    most: int,
+    scored: bool,
+    grammar: Grammar | None = None,
+) -> Call:
     """The call of ``/generate`` that this one stands for.
 
     :param prompt: ``text`` or ``input_ids``.
     :param most: tokens to make where the client does not say; the context may shorten it.
     :param scored: log-probabilities of chosen tokens are needed.
+    :param grammar: of the reply, where the body has none of its own.
     :raises RequestRejected: in the names of ``/generate``.
     """
     sampling = {ours: given[theirs] for theirs, ours in SAMPLED.items() if theirs in given}
@@ -151,9 +161,9 @@ def make_call(given: Mapping[str, Any], prompt: Mapping[str, Any], wanted: Wante
         "top_logprobs_num": max(wanted.logprobs or 0, wanted.prompt_logprobs or 0),
     }
     call = parse_call(body, new_rid)
-    if "max_tokens" in given:
-        return call
-    prompts = (replace(one, sampling=replace(one.sampling, max_is_default=True)) for one in call.prompts)
+    changed: dict[str, Any] = {} if "max_tokens" in given else {"max_is_default": True}
+    changed |= {} if grammar is None else {"grammar": grammar}
+    prompts = (replace(one, sampling=replace(one.sampling, **changed)) for one in call.prompts)
     return replace(call, prompts=tuple(prompts))
 
 

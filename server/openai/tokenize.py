@@ -21,6 +21,7 @@ from gtp_serve.server.openai.fields import (
     TEMPLATE_NUMBERS,
     TEMPLATE_SCHEMAS,
     TOKEN_IDS,
+    TOOL_CHOICE,
     Schema,
 )
 from gtp_serve.server.openai.prompt import conversation_ids, read_conversation
@@ -40,7 +41,7 @@ TOKENIZE_SCHEMAS: Mapping[str, Schema] = {
     "prompt": _TEXTS,
     "text": _TEXTS,
     **TEMPLATE_SCHEMAS,
-    "tool_choice": {"enum": ["none", "auto"]},
+    "tool_choice": TOOL_CHOICE,
     "reasoning_effort": {"type": "string"},
 }
 DETOKENIZE_NUMBERS: Mapping[str, Number] = {

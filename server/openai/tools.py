@@ -1,4 +1,4 @@
-"""Tools of a chat: what a client may offer, and the calls of them that a reply holds as JSON.
+"""Calls of tools that a chat's messages and its reply hold as JSON.
 
 Two forms are known: JSON inside ``<tool_call>`` tags, and a reply that is nothing but JSON, one call or a list.  Any
 other form stays text.
@@ -6,52 +6,18 @@ other form stays text.
 
 from __future__ import annotations
 
-import re
+import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import orjson
 
 from gtp_serve.errors import RequestRejected
-from gtp_serve.server.fields import read_text
-from gtp_serve.server.openai.fields import MAX_TOOLS
 from gtp_serve.server.schemas import describe
 
 _OPEN = "<tool_call>"
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-def read_tools(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], frozenset[str]]:
-    """(the tools as the template gets them, names that a reply may call).
-
-    :raises RequestRejected: naming the tool at fault.
-    """
-    tools = given.get("tools", [])
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise RequestRejected(f"tools must be a list of at most {MAX_TOOLS} tools", param="tools")
-    names = frozenset(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    choice = given.get("tool_choice", "auto")
-    if choice not in ("none", "auto"):
-        shown = f"'{choice[:64]}'" if isinstance(choice, str) else describe(choice)
-        raise RequestRejected(
-            f"tool_choice {shown} is not supported",
-            [("possible", "none or auto")],
-            code="not-supported",
-            param="tool_choice",
-        )
-    return ([], frozenset()) if choice == "none" else (tools, names)
-
-
-def _read_tool(tool: Any, path: str) -> str:
-    if not isinstance(tool, dict):
-        raise RequestRejected(f"{path} must be an object, not {describe(tool)}", param=path)
-    if tool.get("type") != "function":
-        raise RequestRejected(f'{path}.type must be "function"', param=f"{path}.type")
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise RequestRejected(f"{path}.function must be an object, not {describe(function)}", param=f"{path}.function")
-    return read_text(function, "name", prefix=f"{path}.function.", needed=True, limit=256) or ""
+_CLOSE = "</tool_call>"
 
 
 def plain_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
@@ -79,43 +45,102 @@ def _plain_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def split_calls(text: str, names: Collection[str]) -> tuple[str, list[dict[str, Any]]]:
-    """(the text without its calls, the calls as OpenAI writes them)."""
+    """(the text without its calls, the calls as OpenAI writes them).
+
+    Arguments are told as they stand in the text: no number is rounded, no key is moved.
+    """
     rest, calls = _tagged(text, names)
     if calls:
         return rest.strip(), calls
-    calls = _parse(text, names)
+    calls = _bare(text, names)
     return ("", calls) if calls else (text, [])
 
 
 def _tagged(text: str, names: Collection[str]) -> tuple[str, list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
+    kept: list[str] = []
+    at = 0
+    while (begin := text.find(_OPEN, at)) >= 0:
+        found, end = _values(text, begin + len(_OPEN), names)
+        end = _skip(text, end)
+        if not found or not text.startswith(_CLOSE, end):  # not one of ours, as it seems: it stays
+            kept.append(text[at : begin + len(_OPEN)])
+            at = begin + len(_OPEN)
+            continue
+        kept.append(text[at:begin])
+        calls += found
+        at = end + len(_CLOSE)
+    return "".join([*kept, text[at:]]), calls
 
-    def taken(found: re.Match[str]) -> str:
-        parsed = _parse(found[1], names)
-        calls.extend(parsed)
-        return "" if parsed else found[0]
 
-    return _TAGGED.sub(taken, text), calls
-
-
-def _parse(text: str, names: Collection[str]) -> list[dict[str, Any]]:
+def _bare(text: str, names: Collection[str]) -> list[dict[str, Any]]:
     """Calls of a text that is JSON; none unless all of it is calls of known tools."""
+    found, end = _values(text, 0, names)
+    return found if _skip(text, end) == len(text) else []
+
+
+def _values(text: str, at: int, names: Collection[str]) -> tuple[list[dict[str, Any]], int]:
+    """(the call or the list of calls that begins there, where it ends); none when it is anything else."""
+    at = _skip(text, at)
     try:
-        value = orjson.loads(text.strip())
-    except orjson.JSONDecodeError:
-        return []
-    found = [_call(one, names) for one in (value if isinstance(value, list) else [value])]
-    return [] if None in found else [call for call in found if call is not None]
+        if not text.startswith("[", at):
+            call, at = _call(text, at, names)
+            return [call], at
+        found: list[dict[str, Any]] = []
+        while not found or text.startswith(",", at):
+            call, at = _call(text, _skip(text, at + 1), names)
+            found.append(call)
+            at = _skip(text, at)
+        return (found, at + 1) if text.startswith("]", at) else ([], at)
+    except (ValueError, RecursionError):
+        return [], at
 
 
-def _call(value: Any, names: Collection[str]) -> dict[str, Any] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if not isinstance(arguments, dict):
-        return None
-    function = {"name": value["name"], "arguments": orjson.dumps(arguments).decode()}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def _call(text: str, at: int, names: Collection[str]) -> tuple[dict[str, Any], int]:
+    """:raises ValueError: when no call begins there."""
+    members, end = _members(text, at)
+    name = members.get("name", ("", None))[1]
+    raw, arguments = members.get("arguments", members.get("parameters", ("", None)))
+    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
+        raise ValueError("not a call")
+    function = {"name": name, "arguments": raw}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}, end
+
+
+def _members(text: str, at: int) -> tuple[dict[str, tuple[str, Any]], int]:
+    """Of the object that begins there, each value as it is written and as it is read.
+
+    :raises ValueError: when none does.
+    """
+    if not text.startswith("{", at):
+        raise ValueError("not an object")
+    found: dict[str, tuple[str, Any]] = {}
+    while not found or text.startswith(",", at):
+        key, at = _JSON.raw_decode(text, _skip(text, at + 1))
+        at = _skip(text, at)
+        if not isinstance(key, str) or not text.startswith(":", at):
+            raise ValueError("not a member")
+        begin = _skip(text, at + 1)
+        value, end = _JSON.raw_decode(text, begin)
+        found[key] = (text[begin:end], value)
+        at = _skip(text, end)
+    if not text.startswith("}", at):
+        raise ValueError("not an object")
+    return found, at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_constant)
+"""Numbers are not looked at, so that none is too long."""
 
 
 class ToolText:

@@ -63,6 +63,7 @@ class Stats:
         stats = serving.client.stats()
         sample = self._sample(now, stats)
         body |= _gauges(serving, stats) | self._rates(sample) | {"latency": self._latency(sample)}
+        body["requests_by_version"] = self._state.by_version.read()
         self._keep(sample)
         return body
 

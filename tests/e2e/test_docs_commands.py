@@ -1,23 +1,29 @@
 """The commands of the README and the docs, run as they stand there against one server on a small checkpoint.
 
 A block that is run has a comment before it: ``<!-- run: TEXT -->`` (exit status 0, and TEXT in what it prints) or
-``<!-- serve -->`` (the command that starts the server).  What differs from a reader's machine is put in: the port, and
-a fixture where the text has a checkpoint of its own.
+``<!-- serve -->`` (the command that starts the server).  Any other block with a command is a synopsis (PATH, URL and
+so on in capitals) or says why it is not run: ``<!-- not run: REASON -->``.  What differs from a reader's machine is
+put in: the port, and a fixture where the text has a checkpoint of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from serve_command import Command
+
+from gtp_serve.server import cli
 
 pytestmark = pytest.mark.e2e
 
@@ -29,8 +35,11 @@ TOKENIZER = DATA / "tokenizer251"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _BLOCK = re.compile(r"^<!-- (run|serve)(?:: (.+?))? -->\n\n?((?:(?:    .*)?\n)+)", re.MULTILINE)
+_NOT_RUN = re.compile(r"^<!-- not run: (.{15,}) -->\n\n?((?:(?:    .*)?\n)+)", re.MULTILINE)
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_WORDS = "gtp-serve|curl|python3?|make|pip|docker|torchrun|ray|git|kubectl|ssh|export|kill"
 _OWN = ("docker ", "make ", "pip ")
-"""What needs a daemon, builds this environment or changes it: CI runs ``make test`` itself, the rest a person runs."""
+"""What needs a daemon, builds this environment or changes it."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,43 @@ def test_each_mark_stands_before_a_block_and_each_page_that_must_has_one() -> No
     assert not [block for block in RUN if block.command.startswith(_OWN)]
 
 
-def test_every_command_in_the_readme_and_the_quick_start_is_run_or_cannot_be() -> None:
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.name))
+def test_every_command_of_every_page_is_run_or_says_why_not(page: Path) -> None:
     """A line that looks like a command and is in no marked block would rot unseen."""
-    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
-        text = _BLOCK.sub("", page.read_text() + "\n")
-        for line in re.findall(r"^    (?:\$ )?((?:gtp-serve|curl|python|make|pip) .*)$", text, re.MULTILINE):
-            synopsis = re.search(r"\b(PATH|URL|DIR|CODE)\b", line)
-            assert synopsis or line.startswith(_OWN), f"{page.name}: {line}"
+    text = page.read_text() + "\n"
+    assert len(_NOT_RUN.findall(text)) == text.count("<!-- not run")
+    for kind, body in _FENCED.findall(text):
+        if kind == "python":
+            compile(body, page.name, "exec")
+        elif kind == "toml":
+            tomllib.loads(body)
+        else:
+            raise AssertionError(f"{page.name}: commands stand in indented blocks, so that they can be run: {body}")
+    text = _NOT_RUN.sub("", _BLOCK.sub("", text))
+    for line in re.findall(rf"^    (?:\$ )?((?:{_WORDS}) .*)$", text, re.MULTILINE):
+        assert re.search(r"\b(PATH|URL|DIR|CODE)\b", line) or line.startswith("make "), f"{page.name}: {line}"
+
+
+def test_commands_inside_a_sentence_exist() -> None:
+    """``gtp-serve push --stream`` in running text names a command and options that there are."""
+    helps = {name: help_of(name) for name in cli.COMMANDS if name not in ("serve", "cluster")}
+    for page in PAGES:
+        for command in re.findall(r"`gtp-serve ([^`]+)`", page.read_text()):
+            words = command.split()
+            known = helps.get(words[0])
+            if known is None:
+                assert words[0].startswith("--") or words[0] in ("serve", "cluster"), f"{page.name}: {command}"
+                continue
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", command):
+                assert option in known, f"{page.name}: {command}"
+
+
+def help_of(name: str) -> str:
+    """What ``gtp-serve NAME --help`` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    return out.getvalue()
 
 
 def test_serve_commands_are_understood() -> None:

@@ -118,7 +118,7 @@ def fail(served: Served, number: int) -> None:
         assert served.http.post(f"{path}/abort", json={"reason": "nobody comes"}).json()["state"] == "aborted"
 
 
-def test_two_hundred_failed_updates_leave_the_servers_processes_as_they_were(served: Served) -> None:
+def test_w8_two_hundred_failed_updates_leave_the_servers_processes_as_they_were(served: Served) -> None:
     assert served.disk("first", "good").status_code == 200
     digest = served.digest()
     for number in range(_SETTLE):

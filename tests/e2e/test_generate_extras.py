@@ -229,7 +229,7 @@ def test_what_is_out_of_range_is_refused_by_name_and_the_next_request_works(body
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"nan"'])
-def test_a_number_that_is_none_is_refused(field: str, value: str) -> None:
+def test_h3_a_number_that_is_none_is_refused(field: str, value: str) -> None:
     async def go() -> None:
         async with serving() as server:
             raw = f'{{"input_ids": [9], "sampling_params": {{"{field}": {value}}}}}'

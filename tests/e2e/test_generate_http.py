@@ -398,7 +398,7 @@ def test_a_bad_request_is_refused_in_one_shape_and_the_next_one_works(
     run(go())
 
 
-def test_a_body_over_the_limit_is_refused_whether_or_not_it_says_its_size() -> None:
+def test_h2_a_body_over_the_limit_is_refused_whether_or_not_it_says_its_size() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"text": "'
         for _ in range(1 + (MAX_BODY_BYTES >> 20)):
@@ -455,7 +455,7 @@ def test_two_live_requests_may_not_share_a_name_and_the_name_is_free_again_after
     run(go())
 
 
-def test_every_route_answers_errors_in_one_shape_and_known_methods_only() -> None:
+def test_h4_every_route_answers_errors_in_one_shape_and_known_methods_only() -> None:
     async def go() -> None:
         async with serving(FakeClient()) as server:
             for method, path, status in (
@@ -478,7 +478,7 @@ def test_every_route_answers_errors_in_one_shape_and_known_methods_only() -> Non
     run(go())
 
 
-def test_the_probes_follow_the_servers_life() -> None:
+def test_l4_the_probes_follow_the_servers_life() -> None:
     async def go() -> None:
         async with serving(FakeClient(), ready=False) as server:
             ready = await server.http.get("/ready")
@@ -573,7 +573,7 @@ def test_sixty_four_at_once_each_get_their_own_answer() -> None:
     run(go())
 
 
-def test_the_event_loop_stays_free_while_a_long_text_is_tokenised() -> None:
+def test_h5_the_event_loop_stays_free_while_a_long_text_is_tokenised() -> None:
     async def go() -> None:
         async with serving(FakeClient(), context=1 << 20) as server:
             text = "word " * 60_000

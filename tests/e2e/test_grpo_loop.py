@@ -84,6 +84,23 @@ def test_reward_rises_in_twenty_steps_and_no_probability_differs_in_a_bit(tmp_pa
     assert split["total"] == split["kernel"] == split["precision"] == NO_ERROR
 
 
+def test_a_dozen_steps_in_bfloat16_differ_in_no_bit(tmp_path: Path) -> None:
+    ckpt = write_tiny(tmp_path / "tiny", replace(TINY, dtype="bfloat16"))
+
+    *steps, split = loop(
+        ckpt, 12, "--task", "7", "--dtype", "bfloat16", "--learning-rate", "0.02", "--max-new-tokens", "8"
+    )
+
+    assert len(steps) == 12
+    for line in steps:
+        told, tokens = map(int, line["same_bits"].split("/"))
+        assert told == tokens > 0
+        assert line["token_mult_prob_error"] == NO_ERROR
+        assert line["bytes"] == 2 * sum(map(prod, logical_tensors(TINY).values()))
+    check_refit(split)
+    assert split["total"] == split["kernel"] == split["precision"] == NO_ERROR
+
+
 def test_experts_in_bfloat16_over_the_network_path_differ_in_no_bit_either(tmp_path: Path) -> None:
     ckpt = write_tiny(tmp_path / "moe", TINY_MOE)
 

@@ -168,7 +168,7 @@ def test_openai_client_gets_tool_calls_and_sends_their_results() -> None:
             assert "".join(one.content or "" for one in deltas).strip() == "well"
             streamed = [one for delta in deltas for one in delta.tool_calls or []]
             assert [(one.function.name, one.function.arguments) for one in streamed if one.function] == [
-                ("add", '{"a":1}')
+                ("add", '{"a": 1}')
             ]
             messages += [choice.message.model_dump(exclude_none=True), {"role": "tool", "content": "2"}]
             await client.chat.completions.create(model="m", messages=messages, tools=tools)
@@ -489,7 +489,7 @@ def test_reply_that_is_nothing_but_calls_has_no_content() -> None:
         (choice,) = (await post(server, "/v1/chat/completions", **body))["choices"]
         assert choice["message"]["content"] is None
         assert choice["message"]["raw_content"] == text
-        assert [one["function"]["arguments"] for one in choice["message"]["tool_calls"]] == ['{"a":1}', "{}"]
+        assert [one["function"]["arguments"] for one in choice["message"]["tool_calls"]] == ['{"a": 1}', "{}"]
         (choice,) = (await post(server, "/v1/chat/completions", **body, parallel_tool_calls=False))["choices"]
         assert len(choice["message"]["tool_calls"]) == 1
         (choice,) = (await post(server, "/v1/chat/completions", **body, tool_choice="none"))["choices"]
@@ -544,7 +544,42 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs", None),
     ("chat/completions", {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", None),
-    ("chat/completions", {"messages": USER, "tools": [TOOL], "tool_choice": "required"}, "tool_choice", None),
+    ("chat/completions", {"messages": USER, "tool_choice": "required"}, "tool_choice", None),
+    ("chat/completions", {"messages": USER, "tools": [TOOL], "tool_choice": "requird"}, "tool_choice", "required"),
+    ("chat/completions", {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "x"}}, "tool_choice.type", None),
+    (
+        "chat/completions",
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "ad"}}},
+        "tool_choice.function.name",
+        "add",
+    ),
+    (
+        "chat/completions",
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+        "tool_choice.allowed_tools.tools",
+        None,
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+            "tool_choice": "required",
+        },
+        "tools[0].function.parameters.type",
+        None,
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": USER,
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "response_format",
+        None,
+    ),
     ("chat/completions", {"messages": USER, "chat_template": "x"}, "chat_template", None),
     ("chat/completions", {"messages": USER, "chat_template_kwargs": 1}, "chat_template_kwargs", None),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -350,6 +351,43 @@ CONTRASTS = """(() => {
             return [(a + 0.05) / (b + 0.05), node.textContent.slice(0, 30), node.className];
         });
 })()"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (360, False)])
+def test_requests_by_version_show_how_many_are_behind(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    client = says("ab")
+    client.made_by = lambda request, index: {1: "7", 2: "8", 3: "9"}.get(request.sampling.seed or 0, "78"[index > 0])
+    client.weights = WeightsStatus(version="9")
+    with faked(client) as url, browser.page(width=width, dark=dark) as page:
+        opened(page, url)
+        page.wait("document.querySelector('#sharesaid').textContent.includes('none ended')")
+        assert page.run("document.querySelector('#share').hidden")
+        with httpx.Client(base_url=url, trust_env=False) as http:
+            for seed in (1, 2, 2, 3, 3, 3, 4):
+                http.post(
+                    "/generate", json={"text": "a", "sampling_params": {"sampling_seed": seed}}
+                ).raise_for_status()
+            by_version = http.get("/stats").json()["requests_by_version"]["versions"]
+        assert {one["version"]: (one["requests"], one["mixed"]) for one in by_version} == {
+            "8": (2, 0),
+            "9": (3, 0),
+            "7": (2, 1),
+        }
+        page.wait("document.querySelectorAll('#share span').length === 3")
+        assert shown(page, "#sharesaid") == "(7 ended, 57% not of the live weights, 1 mixed)"
+        assert shown(page, "#sharekey") == "8: 2live 9: 37: 2"
+        widths = page.run(
+            "[...document.querySelectorAll('#share span')].map((one) => one.getBoundingClientRect().width)"
+        )
+        assert widths[1] / widths[0] == pytest.approx(1.5, rel=0.05)
+        colours = page.run(
+            "[...document.querySelectorAll('#share span')].map((s) => getComputedStyle(s).backgroundColor)"
+        )
+        assert len(set(colours)) == 3
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.complaints() == []
+        page.run("document.querySelector('#live').scrollIntoView()")
+        page.screenshot(Path(os.environ.get("PAGE_SHOTS", tmp_path)) / f"share-{width}-{dark}.png")
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -86,7 +86,7 @@ def spans_of(came: list[ExportTraceServiceRequest]) -> list[Any]:
     ]
 
 
-def test_a_finished_request_is_one_line_with_its_name_counts_and_times() -> None:
+def test_o2_a_finished_request_is_one_line_with_its_name_counts_and_times() -> None:
     async def go() -> None:
         async with serving(says("abc")) as server:
             await server.generate(text="hi", rid="r-1")
@@ -111,7 +111,7 @@ def test_a_finished_request_is_one_line_with_its_name_counts_and_times() -> None
     lambda stream: Lines(stream, as_json=False),
     Terminal,
 ], ids=["json", "text", "terminal"])  # fmt: skip
-def test_nothing_that_a_client_wrote_is_in_the_log(make: Callable[[io.StringIO], Any]) -> None:
+def test_o3_nothing_that_a_client_wrote_is_in_the_log(make: Callable[[io.StringIO], Any]) -> None:
     """Answered, streamed, refused, failed, and met by a bug whose message quotes the prompt."""
 
     class Quoting(FakeClient):
@@ -128,6 +128,7 @@ def test_nothing_that_a_client_wrote_is_in_the_log(make: Callable[[io.StringIO],
             await server.generate(text=CANARY, sampling_params={"temperature": CANARY})
             await server.generate(**{"text": CANARY, CANARY: 1})
             await server.http.post("/generate", content=f'{{"text": "{CANARY}", ]')
+            await server.http.post("/generate", content=f'{{"text": "a", "{CANARY}": 1, "{CANARY}": 2}}')
             await server.http.post(f"/{CANARY}", json={"text": CANARY})
             for path, body in (
                 ("completions", {"prompt": CANARY, "stop": [CANARY]}),

@@ -132,7 +132,7 @@ def test_sixty_four_at_once_answer_as_they_do_alone_and_no_block_is_lost(server:
     until(lambda: gauge(server, "kv_usage_ratio") == 0 and gauge(server, "requests_running") == 0)
 
 
-def test_clients_that_leave_free_their_blocks(server: httpx.Client) -> None:
+def test_l1_clients_that_leave_free_their_blocks(server: httpx.Client) -> None:
     params = {"max_new_tokens": 40, "ignore_eos": True}
 
     def leave(number: int) -> None:
@@ -198,7 +198,7 @@ def test_the_port_answers_within_a_second_and_no_phase_is_silent(commands: list[
     assert (code, seconds < 4) == (0, True)
 
 
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(commands: list[Command]) -> None:
+def test_l2_sigterm_lets_running_requests_finish_and_refuses_new_ones(commands: list[Command]) -> None:
     command = serve(commands, "--drain-timeout", "30")
     url = command.url()
     with (

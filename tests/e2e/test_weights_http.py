@@ -166,8 +166,9 @@ def test_each_source_and_field_arrives_at_the_engine() -> None:
     async def go() -> None:
         async with serving() as server:
             for source, order in orders:
-                source = {name: value for name, value in source.items() if name != "type"}
-                assert (await begin(server, source=source)).status_code == 202
+                source = {name: value for name, value in source.items() if name not in ("type", "elsewhere")}
+                reply = await begin(server, source=source)
+                assert reply.status_code == 202, reply.text
                 assert last(server) == UpdateRequest(order=order, version="1")
             fields: dict[str, Any] = {"base": "0", "in_flight": "recompute", "commit": "manual", "memory": "inplace"}
             await begin(server, **fields, deadline_seconds=7, dry_run=True, id="mine")

@@ -174,7 +174,7 @@ def test_a_push_from_disk_serves_what_a_cold_start_would(server: Served) -> None
     assert repeat["meta_info"]["output_token_logprobs"] == after["meta_info"]["output_token_logprobs"]
 
 
-def test_streams_go_on_over_a_push_and_say_which_weights_made_which_tokens(
+def test_w6_streams_go_on_over_a_push_and_say_which_weights_made_which_tokens(
     server: Served, run: Callable[..., Future[Any]]
 ) -> None:
     before, (version,) = server.version(), server.fresh()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import pickle
@@ -12,7 +11,6 @@ import struct
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import COMMON_KEY, SMALL, append_item, drop_key, edit_metadata, write_hf, write_megatron
+from gadgets import GADGETS, archive, gadget
 from torch import Tensor
 
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError, PickleRefused
 from gtp_serve.layout.gtp import Grid
+from gtp_serve.layout.spans import Shard
 from gtp_serve.loaders import Checkpoint, open_checkpoint
 from gtp_serve.loaders.files import FileViews
+from gtp_serve.refit.digest import combine, digest_parameter
 
 torch.set_num_threads(1)
 
@@ -63,51 +64,8 @@ def refused_or_same(path: Path, truth: dict[str, Tensor], what: str) -> str:
 # gadgets
 
 
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-#: Twelve ways to make a marker file while a pickle is read; %s is its path, %x an expression that makes it.
-GADGETS = {
-    "open": b"\x80\x02cio\nopen\n%s" + text("w") + b"\x86R.",
-    "os.system": b"\x80\x02cos\nsystem\n%x\x85R.",
-    "posix.system by STACK_GLOBAL": b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93%x\x85R.",
-    "eval": b"\x80\x02cbuiltins\neval\n%p\x85R.",
-    "exec": b"\x80\x02c__builtin__\nexec\n%p\x85R.",
-    "getattr": b"\x80\x02cbuiltins\ngetattr\ncpathlib\nPosixPath\n"
-    + text("touch")
-    + b"\x86Rcpathlib\nPosixPath\n%s\x85R\x85R.",
-    "__import__": b"\x80\x02cbuiltins\n__import__\n" + text("os") + b"\x85R.",
-    "torch.load": b"\x80\x02ctorch\nload\n%s\x85R.",
-    "dotted escape": b"\x80\x04\x8c\x07pathlib\x8c\x0fPosixPath.touch\x93cpathlib\nPosixPath\n%s\x85R\x85R.",
-    "copyreg": b"\x80\x02ccopyreg\n_reconstructor\ncpathlib\nPosixPath\n%s\x86R.",
-    "INST": b"\x80\x02(%xios\nsystem\n.",
-    "OBJ": b"\x80\x02(cos\nsystem\n%xo.",
-}
-
-
-def gadget(name: str, marker: Path) -> bytes:
-    template = GADGETS[name]
-    return (
-        template.replace(b"%s", text(str(marker)))
-        .replace(b"%x", text(f"touch {marker}"))
-        .replace(b"%p", text(f"open({str(marker)!r}, 'w')"))
-    )
-
-
-def archive(pickled: bytes) -> bytes:
-    """A torch.save archive around a pickle."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as zipped:
-        zipped.writestr("archive/data.pkl", pickled)
-        zipped.writestr("archive/byteorder", b"little")
-        zipped.writestr("archive/version", b"3\n")
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("name", GADGETS)
-def test_a_gadget_as_the_metadata_runs_nothing(name: str, tmp_path: Path) -> None:
+def test_d1_a_gadget_as_the_metadata_runs_nothing(name: str, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     marker = tmp_path / "marker"
     (folder / ".metadata").write_bytes(gadget(name, marker))
@@ -169,7 +127,7 @@ def test_a_gadget_as_common_state_runs_nothing(name: str, wrapped: bool, tmp_pat
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["in an archive", "bare"])
 @pytest.mark.parametrize("name", GADGETS)
-def test_a_gadget_as_common_pt_runs_nothing(name: str, wrapped: bool, tmp_path: Path) -> None:
+def test_d3_a_gadget_as_common_pt_runs_nothing(name: str, wrapped: bool, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     edit_metadata(folder, lambda metadata: drop_key(metadata, COMMON_KEY))
     marker = tmp_path / "marker"
@@ -183,7 +141,7 @@ def test_a_gadget_as_common_pt_runs_nothing(name: str, wrapped: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("name", GADGETS)
-def test_gadgets_in_byte_items_are_never_opened(name: str, tmp_path: Path) -> None:
+def test_d2_gadgets_in_byte_items_are_never_opened(name: str, tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run")
     marker = tmp_path / "marker"
     payload = gadget(name, marker)
@@ -256,7 +214,7 @@ def set_item(number: int, field: str) -> Callable[[Any, int], None]:
     return lambda metadata, value: setattr(list(metadata.storage_data.values())[number], field, value)
 
 
-def test_single_numbers_of_the_metadata_are_refused_or_do_not_matter(tmp_path: Path) -> None:
+def test_f2_single_numbers_of_the_metadata_are_refused_or_do_not_matter(tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run", SMALL, Grid(tp=2, gtp=2, alignment=4))
     good = (folder / ".metadata").read_bytes()
     sites = list(metadata_sites(pickle.loads(good)))
@@ -356,7 +314,7 @@ def test_metadata_cut_short_at_any_byte_is_refused(tmp_path: Path) -> None:
             load(folder)
 
 
-def test_lfs_pointers_folders_and_pipes_are_named(tmp_path: Path) -> None:
+def test_f1_lfs_pointers_folders_and_pipes_are_named(tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     path = folder / "__0_0.distcp"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
@@ -376,7 +334,7 @@ def test_lfs_pointers_folders_and_pipes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out/__0_0.distcp", "/dev/null", "..", ".", "", "a/b", "a\\b", "a\0b", 7, None])
-def test_file_names_that_leave_the_folder_are_refused(name: Any, tmp_path: Path) -> None:
+def test_f4_file_names_that_leave_the_folder_are_refused(name: Any, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
 
     def edit(metadata: Any) -> None:
@@ -509,7 +467,7 @@ except CheckpointError as error:
     ],
     ids=["length", "bytearray", "memo", "nesting", "objects"],
 )
-def test_bombs_end_in_an_error_under_an_address_space_limit(bomb: bytes, tmp_path: Path) -> None:
+def test_f3_bombs_end_in_an_error_under_an_address_space_limit(bomb: bytes, tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     (folder / ".metadata").write_bytes(bomb)
     started = time.monotonic()
@@ -525,3 +483,35 @@ def test_bombs_end_in_an_error_under_an_address_space_limit(bomb: bytes, tmp_pat
 
     assert result.stdout.strip() in ("CheckpointCorrupt", "PickleRefused"), result.stderr
     assert time.monotonic() - started < 60
+
+
+def test_f6_a_flipped_bit_is_refused_changes_the_digest_or_does_not_matter(tmp_path: Path) -> None:
+    """Nothing in these formats says what the bytes of a weight should be; the digest of what was loaded does."""
+    folder, truth = write_megatron(tmp_path / "run")
+    rng = random.Random(5)
+    files = [folder / ".metadata", folder / "__0_0.distcp", folder / "metadata.json"]
+    good = {path: path.read_bytes() for path in files}
+    right, ends = digest_of(truth), {"refused": 0, "another digest": 0, "the same": 0}
+    for _ in range(300 if os.environ.get("GTP_SERVE_LONG_TESTS") != "1" else 1000):
+        path = rng.choice(files)
+        damaged = bytearray(good[path])
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(damaged))
+        try:
+            loaded = load(folder)
+        except CheckpointError:
+            ends["refused"] += 1
+        else:
+            equal = same(loaded, truth)
+            assert (digest_of(loaded) == right) is equal
+            ends["the same" if equal else "another digest"] += 1
+        path.write_bytes(good[path])
+    assert min(ends.values()) > 10, ends
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    parts = []
+    for name, x in sorted(tensors.items()):
+        data = x.contiguous().view(torch.uint8).numpy().tobytes()
+        parts.append(digest_parameter(Shard(name, tuple(x.shape), "bfloat16", ()), [data]))
+    return combine(parts)

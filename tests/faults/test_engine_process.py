@@ -448,7 +448,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("mode", ["serve", "hang", "stuck"])
-def test_a_killed_parent_takes_its_engine_with_it(mode: str, short_tmpdir: Path) -> None:
+def test_l3_a_killed_parent_takes_its_engine_with_it(mode: str, short_tmpdir: Path) -> None:
     command = [sys.executable, "-c", PARENT, *argv(mode)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None

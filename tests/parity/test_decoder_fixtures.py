@@ -95,7 +95,7 @@ def recorded(request: pytest.FixtureRequest) -> Recorded:
 
 
 @pytest.mark.parametrize("chunk", [16, 7, 3, 1])
-def test_logits_agree_with_the_model_that_wrote_the_checkpoint(recorded: Recorded, chunk: int) -> None:
+def test_x4_logits_agree_with_the_model_that_wrote_the_checkpoint(recorded: Recorded, chunk: int) -> None:
     logits = in_chunks(recorded.decoder, recorded.tokens, chunk)
     torch.testing.assert_close(logits, recorded.logits, rtol=0, atol=TOLERANCE)
 

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
-import torch
-from fakes import TINY_MODEL, engine_config
 from fakes_server import byte_tokenizer
-from torch import Tensor
+from noise_engine import EOS, VOCAB, finish_all, noise_engine
 
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.grammar import GrammarCompiler
-from gtp_serve.engine.runner import ModelRunner
-from gtp_serve.kv.pool import KVPool
-from gtp_serve.ops.batch import Batch, Taps
 from gtp_serve.request import FinishReason, Grammar, Request, SamplingParams
 
-torch.set_num_threads(1)
-VOCAB, EOS, COUNT = 273, 2, 100
-
-
-class RandomDecoder:
-    """Logits that depend on nothing; a little in favour of what closes strings, lists and objects."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator()
-        self._generator.manual_seed(5)
-        closing = {3 + byte for byte in b'"}],:'}
-        self._bias = torch.tensor([4.0 * (token in closing) for token in range(VOCAB)])
-
-    def forward(
-        self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
-    ) -> Tensor:
-        return torch.randn(len(batch.logit_rows_S), VOCAB, generator=self._generator) + self._bias
+COUNT = 100
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -106,26 +84,7 @@ def _constant(rng: random.Random) -> dict[str, Any]:
 
 
 def build_engine() -> Engine:
-    model = replace(TINY_MODEL, vocab_size=VOCAB, vocab_rows=VOCAB, eos_token_ids=(EOS,), max_context=4096)
-    config = replace(engine_config(num_blocks=3000), model=model, max_context=1200, max_running=64)
-    pool = KVPool(
-        num_layers=1, num_blocks=3000, block_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu"
-    )
-    grammars = GrammarCompiler(byte_tokenizer().to_json, vocab_size=VOCAB, eos_token_ids=(EOS,))
-    return Engine(config, ModelRunner(RandomDecoder(), pool, config, grammars=grammars))
-
-
-def finish_all(engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], FinishReason]]:
-    for request in requests:
-        engine.add(request)
-    tokens: dict[str, list[int]] = {request.rid: [] for request in requests}
-    ends: dict[str, FinishReason] = {}
-    while engine.has_work():
-        for event in engine.step():
-            tokens[event.rid] += event.token_ids
-            if event.finish is not None:
-                ends[event.rid] = event.finish
-    return {rid: (tokens[rid], ends[rid]) for rid in tokens}
+    return noise_engine(GrammarCompiler(byte_tokenizer().to_json, vocab_size=VOCAB, eos_token_ids=(EOS,)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -158,7 +158,7 @@ def mix_of(seed: int, cases: list[Case]) -> tuple[dict[str, Case], list[tuple[in
     return chosen, doomed, rng
 
 
-def test_greedy_text_alone_equals_greedy_text_in_50_mixes(decoder: Decoder, cases: list[Case]) -> None:
+def test_i1_greedy_text_alone_equals_greedy_text_in_50_mixes(decoder: Decoder, cases: list[Case]) -> None:
     preemptions = hits = aborts = 0
     for seed in range(MIXES):
         chosen, doomed, rng = mix_of(seed, cases)
@@ -179,7 +179,7 @@ def test_greedy_text_alone_equals_greedy_text_in_50_mixes(decoder: Decoder, case
     assert min(preemptions, hits, aborts) > 30
 
 
-def test_200_streams_with_a_tenth_aborted_return_all_blocks_and_change_no_result(
+def test_i3_200_streams_with_a_tenth_aborted_return_all_blocks_and_change_no_result(
     decoder: Decoder, cases: list[Case]
 ) -> None:
     rng = random.Random(0)

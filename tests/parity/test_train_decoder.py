@@ -31,7 +31,7 @@ from gtp_serve.layers.placement import InRankOrder
 from gtp_serve.layout.gtp import Grid
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.models.decoder import Decoder, build_decoder
-from gtp_serve.ops.deterministic import deterministic_ops
+from gtp_serve.ops.choice import choose_ops
 from gtp_serve.refit.apply import apply_plan
 from gtp_serve.refit.plan import build_plan
 from gtp_serve.training.decoder import TrainDecoder, build_train_decoder

@@ -412,4 +412,4 @@ class Updates(RuleBasedStateMachine):
 Updates.TestCase.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_any_life_of_updates_never_serves_what_not_all_ranks_have_verified = Updates.TestCase
+test_w1_any_life_of_updates_never_serves_what_not_all_ranks_have_verified = Updates.TestCase

@@ -106,7 +106,7 @@ def test_a_refusal_says_what_to_send_and_never_what_the_key_is() -> None:
         assert ("www-authenticate" in reply.headers) == (reply.status_code == 401)
 
 
-def test_keys_are_compared_by_digest_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a1_keys_are_compared_by_digest_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(a: bytes, b: bytes) -> bool:

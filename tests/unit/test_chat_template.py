@@ -146,7 +146,7 @@ def test_a_template_that_is_not_jinja_is_a_usage_error(source: str) -> None:
         "eos_token",
     ],
 )
-def test_a_request_cannot_take_the_name_of_a_helper(name: str) -> None:
+def test_t1_a_request_cannot_take_the_name_of_a_helper(name: str) -> None:
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={"eos_token": "</s>"})
     with pytest.raises(RequestRejected, match=name):
         template.render(MESSAGES, variables={name: "evil"})
@@ -180,7 +180,7 @@ def test_a_message_must_be_an_object() -> None:
         ChatTemplate("x").render([*MESSAGES[:1], "text"])  # type: ignore[list-item]
 
 
-def test_text_of_a_message_is_never_run() -> None:
+def test_t5_text_of_a_message_is_never_run() -> None:
     assert render("{{ messages[0].content }}", [{"content": "{{ 7 * 7 }}{% for %}"}]) == "{{ 7 * 7 }}{% for %}"
 
 
@@ -211,7 +211,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_an_escape_gives_nothing_or_an_error(source: str) -> None:
+def test_t3_an_escape_gives_nothing_or_an_error(source: str) -> None:
     messages = [dict(m) for m in MESSAGES]
     try:
         text = render(source, messages)
@@ -294,7 +294,7 @@ BOMBS |= {f"shared parts {name}": NESTED + source for name, source in SHARED.ite
 
 
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
-def test_a_bomb_costs_one_request_little_time_and_little_memory(source: str) -> None:
+def test_t2_a_bomb_costs_one_request_little_time_and_little_memory(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     error = rejection(source)

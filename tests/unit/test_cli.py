@@ -82,7 +82,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom gtp_serve.server.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'numpy', 'starlette', 'uvicorn', 'msgspec', 'zmq', 'rich', 'tokenizers'}\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'starlette', 'uvicorn', 'msgspec', 'zmq', 'rich', 'tokenizers'}\n"
         "sys.stderr.write(' '.join(sorted(heavy & set(sys.modules))))"
     )
     seconds = []

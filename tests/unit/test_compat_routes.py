@@ -274,7 +274,7 @@ def test_sglang_pause_modes(mode: str | None, ours: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/update_weights_from_ipc"])
-def test_sglang_pickles_are_refused_with_the_safe_ways(path: str) -> None:
+def test_d5_sglang_pickles_are_refused_with_the_safe_ways(path: str) -> None:
     async def work(server: FakeServer, client: FedClient) -> None:
         body = await post(server, path, 400, serialized_named_tensors=["gASVKAAAAA=="])
         assert body["success"] is False

@@ -117,7 +117,7 @@ def test_an_aborted_request_gets_a_last_event() -> None:
     assert not engine.has_work()
 
 
-def test_a_failed_step_costs_its_own_requests_only() -> None:
+def test_l5_a_failed_step_costs_its_own_requests_only() -> None:
     engine = make_engine(break_steps(1), max_running=2)
     requests = [request(rid, max_new_tokens=4, ignore_eos=True) for rid in "abc"]
     for req in requests:
@@ -169,7 +169,7 @@ def test_a_result_with_an_impossible_token_is_a_failed_step() -> None:
     assert event.finish.code == "engine-error"
 
 
-def test_logits_that_are_not_finite_fail_their_request_and_are_counted() -> None:
+def test_x2_logits_that_are_not_finite_fail_their_request_and_are_counted() -> None:
     engine = make_engine(ScriptedRunner(not_finite=frozenset({"b"})))
     requests = [request(rid, max_new_tokens=3, ignore_eos=True) for rid in "abc"]
     for req in requests:

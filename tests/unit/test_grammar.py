@@ -259,3 +259,35 @@ def test_a_parser_takes_only_what_is_new_and_copies_do_not_share_state(compiler:
     first.feed([*tokens, *byte_ids(b"x")], len(prompt))
     assert first.failed
     assert not first.complete
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": NaN}',
+        '{"minimum": -Infinity}',
+        '{"maximum": 1e999}',
+        '{"maximum": ' + "1" * 5000 + "}",
+        '{"type": "object", "type": "string"}',
+        '{"properties": {"a": {}, "a": {}}}',
+        '{"\\ud83d": 1}',
+        '{"const": "\\ud83d"}',
+        "[" * 5000 + "]" * 5000,
+        "\ufeff{}",
+        "{}x",
+        "",
+        "5",
+        '{"type": "string", "pattern": "("}',
+        '{"$ref": "http://127.0.0.1/x"}',
+        '{"$ref": "file:///etc/passwd"}',
+    ],
+)
+def test_a_schema_that_is_not_strict_json_or_cannot_be_built_is_refused_and_nothing_else(
+    text: str, compiler: GrammarCompiler
+) -> None:
+    """Python's reader takes NaN, half characters and double keys, and what is behind it takes none of them."""
+    with pytest.raises(RequestRejected) as caught:
+        compiler.compile(Grammar(kind="json_schema", text=text)).result(timeout=60)
+
+    assert caught.value.code == "bad-grammar"
+    assert accepts(compiler, schema({"const": 5}), "5")

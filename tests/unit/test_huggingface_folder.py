@@ -112,7 +112,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert any("9999" in warning for warning in checkpoint.facts.warnings)
 
 
-def test_code_in_the_folder_is_named_and_not_run(tmp_path: Path) -> None:
+def test_d6_code_in_the_folder_is_named_and_not_run(tmp_path: Path) -> None:
     truth = write_hf(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     (tmp_path / "modeling.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')", encoding="utf-8")
 

@@ -9,6 +9,8 @@ import pytest
 from fakes import TINY_MODEL
 
 from gtp_serve.engine.limits import (
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
     MAX_BIASED,
     MAX_DEADLINE_SECONDS,
     MAX_LISTED,
@@ -40,6 +42,8 @@ def refusal(**fields: Any) -> str | None:
         ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1]),
         ("repetition_penalty", [0.01, 1.0, 10.0], [0.0, -1.0, 10.1]),
         ("logit_bias", [{}, {0: -100.0, VOCAB - 1: 100.0}], [{VOCAB: 1.0}, {-1: 1.0}, {1: 100.5}, {1: math.nan}]),
+        ("allowed_token_ids", [(), (0, VOCAB - 1)], [(VOCAB,), (-1,), (0,) * (MAX_ALLOWED + 1)]),
+        ("bad_words", [(), ((0,), (1, VOCAB - 1))], [((),), ((VOCAB,),), ((0, -1),), ((0,),) * (MAX_BAD_WORDS + 1)]),
     ],
 )
 def test_each_field_has_its_range(field: str, good: list[Any], bad: list[Any]) -> None:

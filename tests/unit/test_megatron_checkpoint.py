@@ -350,6 +350,23 @@ def test_tensors_win_over_a_wrong_padded_vocabulary_with_a_warning(tmp_path: Pat
     assert "22" in warning
 
 
+def test_a_padded_vocabulary_that_the_saved_divisor_does_not_give_is_told_where_nothing_else_tells(
+    tmp_path: Path,
+) -> None:
+    folder, truth = write_megatron(tmp_path / "run", replace(SMALL, vocab_size=20), Grid(tp=2, gtp=2, alignment=4))
+    set_args(folder, make_vocab_size_divisible_by=11)
+    assert assert_loads(folder, truth).facts.warnings == ()
+
+    set_args(folder, padded_vocab_size=24)
+    warnings = open_checkpoint(folder).facts.warnings
+
+    assert len(warnings) == 1
+    assert "padded_vocab_size is 24, and by make_vocab_size_divisible_by it is 22" in warnings[0]
+    plain, truth = write_megatron(tmp_path / "plain", replace(SMALL, vocab_size=20), Grid(tp=2))
+    set_args(plain, make_vocab_size_divisible_by=5)
+    assert assert_loads(plain, truth).facts.warnings == ()  # the stored tensor itself says how many rows it has
+
+
 def test_without_a_vocabulary_size_all_rows_are_tokens(tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run")
     set_args(folder, vocab_size=None)
@@ -401,7 +418,7 @@ def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
 # keys
 
 
-def test_unknown_missing_and_surplus_weights_are_named(tmp_path: Path) -> None:
+def test_f5_unknown_missing_and_surplus_weights_are_named(tmp_path: Path) -> None:
     folder, _ = write_megatron(tmp_path / "run")
     good = (folder / ".metadata").read_bytes()
 
@@ -537,7 +554,7 @@ def test_parts_of_a_chunk_that_spans_layers_are_read_apart(tmp_path: Path) -> No
     assert_loads(folder, truth)
 
 
-def test_what_was_loaded_does_not_depend_on_the_files(tmp_path: Path) -> None:
+def test_f7_what_was_loaded_does_not_depend_on_the_files(tmp_path: Path) -> None:
     folder, truth = write_megatron(tmp_path / "run")
     _, tensors = load(folder)
     for path in folder.glob("*.distcp"):

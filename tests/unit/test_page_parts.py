@@ -27,6 +27,7 @@ from gtp_serve.server.page.picture import describe_checkpoint, pictures
 from gtp_serve.server.page.routes import PageRoutes, content_policy, read_page
 from gtp_serve.server.page.stats import Stats, quantile
 from gtp_serve.server.state import ServerState, Serving
+from gtp_serve.server.version_counts import MAX_KEPT, VersionCounts
 
 PAGES = ("index.html", "docs.html")
 MOST_BYTES = 60_000
@@ -189,6 +190,32 @@ def test_stats_tell_gauges_version_and_that_updates_have_ended() -> None:
     assert body["weight_version"] == "0"
     assert body["weights"] == {"update": None, "ended": 0, "newest": None}
     json.dumps(body, allow_nan=False)
+
+
+def test_requests_are_counted_by_the_version_that_began_them_for_five_minutes() -> None:
+    now = [1000.0]
+    counts = VersionCounts(clock=lambda: now[0])
+    counts.note([])  # a request that made no token
+    counts.note([{"version": "0", "start": 0, "end": 5}])
+    now[0] += 200
+    counts.note([{"version": "1", "start": 0, "end": 4}])
+    counts.note([{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 10}])
+    counts.note([{"version": "1", "start": 0, "end": 1}])
+
+    body = counts.read()
+
+    assert body["window_seconds"] == 300
+    assert body["versions"] == [
+        {"version": "0", "requests": 2, "tokens": 15, "mixed": 1},
+        {"version": "1", "requests": 2, "tokens": 5, "mixed": 0},
+    ]
+    now[0] += 101  # the first one is too old now
+    assert [one["requests"] for one in counts.read()["versions"]] == [1, 2]
+    now[0] += 300
+    assert counts.read()["versions"] == []
+    for _ in range(MAX_KEPT + 5):
+        counts.note([{"version": "2", "start": 0, "end": 1}])
+    assert counts.read()["versions"][0]["requests"] == MAX_KEPT
 
 
 def test_latencies_are_those_of_the_last_minute() -> None:

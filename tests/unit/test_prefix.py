@@ -60,7 +60,7 @@ def test_a_chain_extended_bit_by_bit_is_the_chain_of_the_whole() -> None:
     assert chain.digests == names(LONG)
 
 
-def test_weights_and_salts_start_chains_of_their_own() -> None:
+def test_i2_weights_and_salts_start_chains_of_their_own() -> None:
     roots = {
         root_digest(generation=generation, version=version, salt=salt)
         for generation, version, salt in [
@@ -156,7 +156,7 @@ def test_nothing_is_cached_when_it_is_switched_off() -> None:
 
 
 @pytest.mark.parametrize("label", ["v0", "v1"])
-def test_nothing_is_reused_across_weights_even_of_the_same_name(label: str) -> None:
+def test_w4_nothing_is_reused_across_weights_even_of_the_same_name(label: str) -> None:
     scheduler, runner = make_scheduler(), ScriptedRunner()
     scheduler.add(request("a", LONG, max_new_tokens=1))
     finish_all(scheduler, runner)

@@ -94,7 +94,7 @@ def test_a_b_a_returns_to_a(rank: Rank) -> None:
     assert torch.equal(rank.logits(), cold_logits(SMALL, 5))
 
 
-def test_same_weights_again_change_nothing_bit_for_bit(rank: Rank) -> None:
+def test_w5_same_weights_again_change_nothing_bit_for_bit(rank: Rank) -> None:
     before = [target.tensor.clone() for target in rank.store.live]
     digest = rank.weights.checksum()
 
@@ -236,7 +236,7 @@ def failure(rank: Rank, tensors: dict[str, Tensor], update: str = "bad") -> tupl
     return error[0], error[1]
 
 
-def test_each_wrong_set_of_tensors_is_refused_by_name_and_the_old_weights_serve_on(rank: Rank) -> None:
+def test_w2_each_wrong_set_of_tensors_is_refused_by_name_and_the_old_weights_serve_on(rank: Rank) -> None:
     name, good = "model.layers.1.mlp.up_proj.weight", random_tensors(SMALL, 2)
     before = rank.weights.checksum()
     wrong = {

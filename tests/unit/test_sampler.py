@@ -62,6 +62,7 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         frequency_penalty=rng.choice([0.0, 0.3, 2.0]) if penalised else 0.0,
         repetition_penalty=rng.choice([1.0, 1.3, 0.7]) if penalised else 1.0,
         logit_bias={t: rng.choice([-100.0, 1.0, 5.0]) for t in rng.sample(range(vocab), rng.choice([0, 0, 3]))},
+        allowed_token_ids=tuple(rng.sample(range(vocab), rng.choice([0, 0, 0, 3, 9]))),
     )
 
 

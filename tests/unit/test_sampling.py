@@ -161,7 +161,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_ids_are_never_chosen_and_take_no_probability(temperature: float) -> None:
+def test_x3_padding_ids_are_never_chosen_and_take_no_probability(temperature: float) -> None:
     logits = torch.tensor([[0.0, 0.0, 50.0, math.nan]])
 
     got = sample(logits, make_rows(temperature=temperature), vocab_size=2)

@@ -68,9 +68,20 @@ PATTERNS: dict[str, Callable[[Memory], list[Rows]]] = {
 }
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no native reader."""
+    monkeypatch.setattr(scatter, "native_reader", lambda: None)
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("base", [0, 3])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_rows_are_filled_and_nothing_else(name: str, base: int, path: Path) -> None:
+def test_rows_are_filled_and_nothing_else(
+    name: str, base: int, native: bool, path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not native:
+        request.getfixturevalue("plain")
     memory = Memory(260_000)
     rows = PATTERNS[name](memory)
 
@@ -80,7 +91,7 @@ def test_rows_are_filled_and_nothing_else(name: str, base: int, path: Path) -> N
 
 
 @pytest.fixture
-def short_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def short_reads(monkeypatch: pytest.MonkeyPatch, plain: None) -> list[int]:
     """The system reads a few bytes a call, and is interrupted now and then."""
     real, rng, calls = scatter._preadv, random.Random(1), list[int]()
 
@@ -134,7 +145,7 @@ def test_rows_outside_the_range_are_refused_before_anything_is_read(path: Path) 
     assert memory.buffer.raw == b"\xff" * 100
 
 
-def test_what_the_system_says_is_passed_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_says_is_passed_on(path: Path, monkeypatch: pytest.MonkeyPatch, plain: None) -> None:
     def fail(*_: Any) -> int:
         ctypes.set_errno(errno.EIO)
         return -1

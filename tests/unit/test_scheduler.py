@@ -385,7 +385,7 @@ def test_a_request_that_makes_no_sense_is_refused_by_name(bad: object, code: str
     assert scheduler.rids == ("first",)
 
 
-def test_a_bad_token_id_is_named_with_its_place() -> None:
+def test_x1_a_bad_token_id_is_named_with_its_place() -> None:
     with pytest.raises(RequestRejected, match=r"input_ids\[2\] is 50.*0 to 49"):
         make_scheduler().add(request("a", (1, 2, 50)))
 
@@ -420,7 +420,7 @@ def test_a_request_that_no_empty_cache_could_hold_is_refused_at_once() -> None:
     assert caught.value.code == "never-fits"
 
 
-def test_the_queue_is_bounded_behind_those_that_start_at_once() -> None:
+def test_h7_the_queue_is_bounded_behind_those_that_start_at_once() -> None:
     scheduler = make_scheduler(max_running=2, max_waiting=1)
     for rid in "abc":
         scheduler.add(request(rid))

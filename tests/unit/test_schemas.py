@@ -64,7 +64,7 @@ def numbers(field: Number) -> list[tuple[Any, bool]]:
 
 
 @pytest.mark.parametrize("name", [name for name, field in SAMPLING.items() if field.kind != "bool"])
-def test_each_number_takes_its_range_and_nothing_else(name: str) -> None:
+def test_h1_each_number_takes_its_range_and_nothing_else(name: str) -> None:
     for value, allowed in numbers(SAMPLING[name]):
         params = {name: value} | ({"max_new_tokens": 1 << 30} if name == "min_new_tokens" else {})
         if allowed:

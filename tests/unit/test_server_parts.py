@@ -123,7 +123,7 @@ def serving(client: FakeClient) -> Serving:
     return Serving(client=client, engine=engine_config(), tokenizer=None, name="x")
 
 
-def test_metric_names_and_labels_are_the_committed_ones() -> None:
+def test_o1_metric_names_and_labels_are_the_committed_ones() -> None:
     state = ServerState()
     metrics = Metrics(state)
     state.set_serving(serving(FakeClient()))
@@ -147,7 +147,10 @@ def test_the_state_answers_by_where_the_server_is() -> None:
     with pytest.raises(ShuttingDown):
         state.require_serving()
     assert state.health() is None
-    client.state = "dead"
+    client.state = "dead"  # as it was asked to
+    with pytest.raises(ShuttingDown):
+        state.require_serving()
+    state.stopping = False
     with pytest.raises(EngineFault):
         state.require_serving()
     assert state.health() == "the engine has ended"

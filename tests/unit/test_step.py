@@ -31,13 +31,15 @@ def test_followers_get_the_same_passes_and_nothing_of_the_sampling() -> None:
 
 
 def test_a_sequence_that_nothing_shapes_has_no_shaping() -> None:
-    assert Shaping.of(SamplingParams(temperature=0.0, top_p=0.5, min_p=0.1), [1], prompt_len=1) is None
+    plain = SamplingParams(temperature=0.0, top_p=0.5, min_p=0.1, bad_words=((1,),))
+    assert Shaping.of(plain, [1], prompt_len=1) is None
     for params in (
         SamplingParams(presence_penalty=-0.1),
         SamplingParams(frequency_penalty=0.1),
         SamplingParams(repetition_penalty=0.9),
         SamplingParams(logit_bias={1: 1.0}),
         SamplingParams(grammar=Grammar(kind="json_object")),
+        SamplingParams(allowed_token_ids=(1,)),
     ):
         assert Shaping.of(params, [1], prompt_len=1) is not None
 

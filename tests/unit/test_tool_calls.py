@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gtp_serve.errors import RequestRejected
-from gtp_serve.server.openai.tools import ToolText, plain_calls, read_tools, split_calls
+from gtp_serve.server.openai.tool_choice import read_offer
+from gtp_serve.server.openai.tools import ToolText, plain_calls, split_calls
 
 NAMES = {"add", "now"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -84,6 +85,6 @@ def test_arguments_reach_the_template_as_objects() -> None:
 )
 def test_wrong_tools_are_named(tools: Any, param: str) -> None:
     with pytest.raises(RequestRejected) as caught:
-        read_tools({"tools": tools})
+        read_offer({"tools": tools})
 
     assert caught.value.param == param

@@ -257,7 +257,7 @@ def test_what_a_callback_raises_comes_out_and_ends_the_transfer_for_the_others()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("refit-")]
 
 
-def test_the_store_listens_on_the_one_interface_that_it_was_given() -> None:
+def test_n2_the_store_listens_on_the_one_interface_that_it_was_given() -> None:
     _store, port = open_store("127.0.0.1", time.monotonic() + 5)
 
     assert listeners(port) == ["0100007F"]

@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 # -- in-flight policies ---------------------------------------------------------------------------------------------
 
 
-def test_keep_goes_on_with_the_old_kv() -> None:
+def test_w7_keep_goes_on_with_the_old_kv() -> None:
     bench = Bench()
     bench.add(request("a", **LONG))
     bench.step(4)

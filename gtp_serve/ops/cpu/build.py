@@ -31,6 +31,7 @@ _FLAGS = (
     "-Wall",
     "-Wextra",
     "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
 )
 _AVX512 = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _X86 = {

@@ -28,6 +28,13 @@ _ALIGNMENT = 64
 class OnlyRecorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While a step is recorded, refuses every tensor operation that a replay would leave out."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch.  Nothing here is ever compiled, and only to make sure of that torch would import its whole
+        compiler at the first operation: seconds of the server's start, and 120 MB.
+        """
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

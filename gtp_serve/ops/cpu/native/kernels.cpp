@@ -28,7 +28,7 @@ const Kernel kKernels[kKinds] = {
     {add_shared, nullptr, nullptr},
     {route, route_scratch, nullptr},
     {experts, experts_scratch, experts_phases},
-    {greedy, nullptr, nullptr},
+    {greedy, greedy_scratch, greedy_phases},
 };
 
 }  // namespace GTP_ISA

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -16,7 +17,10 @@
 namespace gtp {
 namespace {
 
-constexpr int kSpins = 1000;  // some tens of microseconds
+// How long a thread spins before it parks: longer than the others need for what is left of a phase when all have a core
+// of their own, much shorter than the time a neighbour holds one.
+constexpr std::chrono::microseconds kSpin{40};
+constexpr int kSpinsBetweenLooks = 64;  // at the clock
 
 void pause() {
 #if defined(__x86_64__)
@@ -62,10 +66,13 @@ void Pool::Gate::open() {
 }
 
 void Pool::Gate::wait_past(uint32_t seen) {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (value.load(std::memory_order_acquire) != seen) return;
-    pause();
-  }
+  const auto parks_at = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int spin = 0; spin < kSpinsBetweenLooks; ++spin) {
+      if (value.load(std::memory_order_acquire) != seen) return;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < parks_at);
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   while (value.load(std::memory_order_seq_cst) == seen) park(value, seen);
   sleepers.fetch_sub(1, std::memory_order_relaxed);

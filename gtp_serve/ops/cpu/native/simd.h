@@ -84,6 +84,15 @@ inline Vec load_odd(const bf16* p) {
 #if defined(__AVX512BF16__)
 inline __m512bh load_pairs(const bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
 #endif
+// Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
+inline __m512i whole(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline __m512i widened(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline __m512i whole_zero() { return _mm512_setzero_si512(); }
+inline __m512i multiply_pairs(__m512i a, __m512i b) { return _mm512_madd_epi16(a, b); }
+inline __m512i add_whole(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+inline Vec from_whole(__m512i a) { return _mm512_cvtepi32_ps(a); }
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 using Vec = __m256;
@@ -130,6 +139,15 @@ inline Vec load_odd(const bf16* p) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), upper));
 }
+// Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
+inline __m256i whole(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i widened(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline __m256i whole_zero() { return _mm256_setzero_si256(); }
+inline __m256i multiply_pairs(__m256i a, __m256i b) { return _mm256_madd_epi16(a, b); }
+inline __m256i add_whole(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+inline Vec from_whole(__m256i a) { return _mm256_cvtepi32_ps(a); }
 #else
 constexpr int kLanes = 8;
 struct Vec {
@@ -159,7 +177,12 @@ inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.lane[i] > b.lan
 inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
 inline Vec nearest(Vec a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
 inline Vec scaled_by_power(Vec a, Vec n) {
-  return each([&](int i) { return std::ldexp(a.lane[i], static_cast<int>(n.lane[i])); });
+  return each([&](int i) {
+    const uint32_t bits = n.lane[i] == n.lane[i] ? static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23 : 0;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return a.lane[i] * power;
+  });
 }
 inline void spill(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
 #endif
@@ -211,6 +234,20 @@ inline void store_some(T* p, Vec x, int64_t count) {
   std::memcpy(p, padded, count * sizeof(T));
 }
 
+// Whether every lane is one of low ... high; NaN is not.
+inline bool all_within(Vec x, float low, float high) {
+#if defined(__AVX512F__)
+  return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, all(low), _CMP_GE_OQ), x, all(high), _CMP_LE_OQ) == 0xffff;
+#elif defined(__AVX2__) && defined(__FMA__)
+  const Vec inside = _mm256_and_ps(_mm256_cmp_ps(x, all(low), _CMP_GE_OQ), _mm256_cmp_ps(x, all(high), _CMP_LE_OQ));
+  return _mm256_movemask_ps(inside) == 0xff;
+#else
+  bool inside = true;
+  for (int i = 0; i < kLanes; ++i) inside &= x.lane[i] >= low && x.lane[i] <= high;
+  return inside;
+#endif
+}
+
 // e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln(2) / 2, a polynomial of degree 6 for e^r (the
 // coefficients of Cephes' expf).  Below -87.3 it is 0; above 88.3 infinity; NaN stays NaN.
 inline Vec exp(Vec x) {
@@ -227,11 +264,9 @@ inline Vec exp(Vec x) {
   y = fma(y, r, all(5.0000001201e-1f));
   y = add(fma(mul(r, r), y, r), all(1.0f));
   y = scaled_by_power(y, n);
+  if (all_within(x, -87.33654f, 88.37626f)) return y;
   float in[kLanes], out[kLanes];
   spill(in, x);
-  bool odd = false;
-  for (int i = 0; i < kLanes; ++i) odd |= !(in[i] >= -87.33654f && in[i] <= 88.37626f);
-  if (!odd) return y;
   spill(out, y);
   for (int i = 0; i < kLanes; ++i) {
     if (in[i] != in[i]) out[i] = in[i];

@@ -1,57 +1,339 @@
-// Attention over the paged cache.  A row takes its keys in blocks of fixed positions, in order, so that its result
-// depends neither on the rest of the batch nor on how its prompt was cut.
+// Attention over the paged cache, float32 throughout.  A row takes its keys in blocks that lie at fixed positions of
+// its sequence, with a running maximum; blocks are summed up in splits, at fixed positions too, which are joined in
+// their order.  So its result depends on its own context alone: not on the batch, on how a prompt was cut into chunks,
+// or on how many threads share a long context.
 #pragma once
+
+#include "attention_sums.h"
 
 namespace gtp {
 namespace GTP_ISA {
 
-// The sequence that a row belongs to.
-inline int64_t sequence_of(const AttentionOp& o, int64_t row) {
-  if (!o.starts) return row;
-  return std::upper_bound(o.starts, o.starts + o.sequences + 1, row) - o.starts - 1;
-}
+constexpr int64_t kSplit = 256;     // positions that one thread sums up alone
+constexpr int64_t kQueryTile = 48;   // rows, times the heads that share a KV head, that share a pass over the keys
+constexpr int64_t kFewPieces = 64;  // so few pieces are cut at splits, for threads to share
+constexpr size_t kSplitMemory = size_t{32} << 20;
+
+inline int64_t group_of(const AttentionOp& o) { return std::max<int64_t>(1, o.heads / o.kv_heads); }
+inline int64_t rows_of_tile(const AttentionOp& o) { return std::max<int64_t>(1, kQueryTile / group_of(o)); }
+
+// A thread's scratch for one tile.
+struct TileMemory {
+  float *q, *keys, *scores, *mixed, *all_mixed;
+  Sums *sums, *all_sums;
+  Seen *seen, *limits;
+  int64_t q_row, mixed_row;
+
+  static int64_t kept_floats(const AttentionOp& o) {
+    return o.dtype == kBF16 ? mixed_floats<bf16>(o.size) : mixed_floats<float>(o.size);
+  }
+
+  static size_t size(const AttentionOp& o) {
+    const int64_t rows = rows_of_tile(o) * group_of(o);
+    return static_cast<size_t>(rows * (query_floats(o.size) + kKeyBlock + 2 * kept_floats(o)) +
+                               query_floats(o.size) * kKeyBlock) * sizeof(float) +
+           rows * 2 * (sizeof(Sums) + sizeof(Seen)) + 64;
+  }
+
+  TileMemory(const AttentionOp& o, uint8_t* memory) : q_row(query_floats(o.size)), mixed_row(kept_floats(o)) {
+    const int64_t rows = rows_of_tile(o) * group_of(o);
+    seen = reinterpret_cast<Seen*>(memory);
+    limits = seen + rows;
+    sums = reinterpret_cast<Sums*>(limits + rows);
+    all_sums = sums + rows;
+    keys = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(all_sums + rows) + 63) / 64 * 64);
+    scores = keys + q_row * kKeyBlock;
+    mixed = scores + rows * kKeyBlock;
+    all_mixed = mixed + rows * mixed_row;
+    q = all_mixed + rows * mixed_row;
+  }
+};
+
+// Some rows of a sequence and the heads of a KV head: `rows * group` queries, those of a row beside one another.
+template <class T>
+struct Tile {
+  const AttentionOp& o;
+  const TileMemory& memory;
+  const int64_t group, sequence, row, rows, kv, queries;
+  int64_t earliest = 0, latest = -1;  // positions that some row sees
+
+  Tile(const AttentionOp& op, const TileMemory& own, int64_t s, int64_t first_row, int64_t count, int64_t kv_head)
+      : o(op), memory(own), group(group_of(op)), sequence(s), row(first_row), rows(count), kv(kv_head),
+        queries(count * group) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const Seen seen = positions(i);
+      for (int64_t g = 0; g < group; ++g) memory.limits[i * group + g] = seen;
+      earliest = i == 0 ? seen.first : std::min(earliest, seen.first);
+      latest = std::max(latest, seen.stop - 1);
+    }
+  }
+
+  // Positions that a row sees; nothing outside its table.
+  Seen positions(int64_t i) const {
+    const int64_t last = std::min(o.positions[row + i], o.max_context - 1);
+    return {o.window > 0 ? std::max<int64_t>(0, last - o.window + 1) : 0, last + 1};
+  }
+
+  void load_queries() const {
+    for (int64_t i = 0; i < queries; ++i) {
+      const T* q = static_cast<const T*>(o.q) + (row + i / group) * o.q_row + (kv * group + i % group) * o.size;
+      float* wide = memory.q + i * memory.q_row;
+      for (int64_t e = 0; e < o.size; ++e) wide[e] = widen(q[e]);
+      std::fill(wide + o.size, wide + memory.q_row, 0.0f);
+    }
+  }
+
+  // Sums over the positions of one split; false where no row sees any.
+  bool sum_split(int64_t split) const {
+    const int64_t first = std::max(earliest, split * kSplit), stop = std::min(latest + 1, (split + 1) * kSplit);
+    if (first >= stop) return false;
+    std::fill(memory.sums, memory.sums + queries, Sums{-std::numeric_limits<float>::infinity(), 0.0f});
+    std::fill(memory.mixed, memory.mixed + queries * memory.mixed_row, 0.0f);
+    Block one, two, *now = &one, *next = &two;
+    const auto find_at = [&](int64_t start, Block& block) {
+      block.start = start;
+      block.low = std::max(first - start, int64_t{0}), block.high = std::min(latest + 1 - start, kKeyBlock);
+      if (block.low < block.high) find(block);
+    };
+    find_at(first / kKeyBlock * kKeyBlock, *now);
+    for (; now->start < stop; std::swap(now, next)) {
+      find_at(now->start + kKeyBlock, *next);  // may be of the next split: it is only fetched
+      sum_block(*now, *next);
+    }
+    return true;
+  }
+
+  // Positions [start + low, start + high) and where their keys and values lie.
+  struct Block {
+    int64_t start, low, high;
+    const T *keys[kKeyBlock], *values[kKeyBlock];
+  };
+
+  void find(Block& block) const {
+    const int64_t width = o.kv_heads * o.size, *table = o.tables + sequence * o.table_row;
+    int64_t entry = (block.start + block.low) / o.block_size, inside = (block.start + block.low) % o.block_size;
+    for (int64_t key = block.low; key < block.high; ++entry, inside = 0) {
+      const int64_t number = std::clamp<int64_t>(table[entry], 0, o.num_blocks - 1);
+      int64_t at = (number * o.block_size + inside) * width + kv * o.size;
+      for (; inside < o.block_size && key < block.high; ++inside, ++key, at += width) {
+        block.keys[key] = static_cast<const T*>(o.keys) + at;
+        block.values[key] = static_cast<const T*>(o.values) + at;
+      }
+    }
+  }
+
+  static void fetch(const T* row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const uint8_t*>(row) + at, 0, 2);
+  }
+
+  void sum_block(Block& block, const Block& next) const {
+    const int64_t bytes = o.size * static_cast<int64_t>(sizeof(T)), low = block.low, high = block.high;
+    // Keys before `low` are hidden from all: any key stands in for them.
+    for (int64_t key = 0; key < low; ++key) block.keys[key] = block.keys[low];
+    // Memory is asked for the next block a little at a time: for its values while these keys are turned, for its keys
+    // between the rows' scores.
+    for (int64_t key = 0; key < high; key += kLanes) {
+      for (int64_t i = std::max(key, next.low), stop = std::min(key + kLanes, next.high); i < stop; ++i)
+        fetch(next.values[i], bytes);
+      turn_rows(reinterpret_cast<const uint8_t* const*>(block.keys + key), std::min<int64_t>(kLanes, high - key), bytes,
+                memory.keys + key, kKeyBlock);
+    }
+    for (int64_t i = 0; i < queries; ++i) {
+      const Seen seen = memory.limits[i];
+      memory.seen[i] = {std::max(seen.first - block.start, int64_t{0}), std::min(seen.stop - block.start, kKeyBlock)};
+    }
+    score((high + kLanes - 1) / kLanes * kLanes);
+    const int64_t share = kKeyBlock / queries + 1;
+    for (int64_t i = 0, key = std::max(next.low, int64_t{0}); i < queries; ++i) {
+      for (const int64_t stop = std::min(next.high, key + share); key < stop; ++key) fetch(next.keys[key], bytes);
+      if (memory.seen[i].any())
+        soften(memory.scores + i * kKeyBlock, memory.seen[i], memory.sums[i], memory.mixed + i * memory.mixed_row,
+               memory.mixed_row);
+    }
+    mix(block.values);
+  }
+
+  // Scores of the block's first `count` keys, a multiple of kLanes.
+  void score(int64_t count) const {
+    constexpr int kWide = kLanes == 16 ? 4 : kMostRows > 2 ? 2 : 1;
+    int64_t i = 0;
+    for (; i + kMostRows <= queries; i += kMostRows) score_some<kMostRows, kWide>(i, count);
+    if constexpr (kMostRows > 3)
+      if (i + 3 <= queries) score_some<3, kWide>(i, count), i += 3;
+    if (i + 2 <= queries) score_some<2, kWide>(i, count), i += 2;
+    if (i < queries) score_some<1, kWide>(i, count);
+  }
+
+  template <int R, int V>
+  void score_some(int64_t i, int64_t count) const {
+    const float* q = memory.q + i * memory.q_row;
+    float* scores = memory.scores + i * kKeyBlock;
+    const int64_t words = key_words<T>(o.size);
+    const Vec scale = all(static_cast<float>(o.scale));
+    int64_t at = 0;
+    for (; at + V * kLanes <= count; at += V * kLanes)
+      score_rows<T, R, V>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+    for (; at < count; at += kLanes)
+      score_rows<T, R, 1>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+  }
+
+  void mix(const T* const* value_rows) const {
+    int64_t i = 0;
+    for (; i + kMostRows <= queries; i += kMostRows) mix_some<kMostRows>(i, value_rows);
+    mix_rest<kMostRows - 1>(i, value_rows);
+  }
+
+  template <int R>
+  void mix_rest(int64_t i, const T* const* value_rows) const {
+    if (i + R == queries) return mix_some<R>(i, value_rows);
+    if constexpr (R > 1) mix_rest<R - 1>(i, value_rows);
+  }
+
+  template <int R>
+  void mix_some(int64_t i, const T* const* value_rows) const {
+    mix_tile<T, R>(memory.scores + i * kKeyBlock, value_rows, memory.seen + i, o.size,
+                   memory.mixed + i * memory.mixed_row, memory.mixed_row);
+  }
+
+  // Of query i: all its splits in order, when their sums are kept one after another.
+  T* out(int64_t i) const {
+    return static_cast<T*>(o.out) + ((row + i / group) * o.heads + kv * group + i % group) * o.size;
+  }
+
+  bool sees_split(int64_t i, int64_t split) const {
+    const Seen seen = memory.limits[i];
+    return seen.any() && seen.first / kSplit <= split && split <= (seen.stop - 1) / kSplit;
+  }
+
+  // The whole tile by one thread.
+  void attend() const {
+    load_queries();
+    const float nothing = -std::numeric_limits<float>::infinity();
+    const auto size = static_cast<size_t>(memory.mixed_row);
+    std::fill(memory.all_sums, memory.all_sums + queries, Sums{nothing, 0.0f});
+    std::fill(memory.all_mixed, memory.all_mixed + queries * memory.mixed_row, 0.0f);
+    for (int64_t split = earliest / kSplit; split * kSplit <= latest; ++split) {
+      if (!sum_split(split)) continue;
+      for (int64_t i = 0; i < queries; ++i) {
+        if (!sees_split(i, split)) continue;
+        const float* mixed = memory.mixed + i * memory.mixed_row;
+        float* all_mixed = memory.all_mixed + i * memory.mixed_row;
+        if (split == memory.limits[i].first / kSplit) {
+          memory.all_sums[i] = memory.sums[i];
+          std::memcpy(all_mixed, mixed, size * sizeof(float));
+        } else {
+          join(memory.all_sums[i], all_mixed, memory.sums[i], mixed, memory.mixed_row);
+        }
+      }
+    }
+    for (int64_t i = 0; i < queries; ++i)
+      finish(memory.all_sums[i], memory.all_mixed + i * memory.mixed_row, out(i), o.size);
+  }
+};
+
+// How an operation is cut into pieces.
+struct Cut {
+  int64_t tiles = 0, splits = 1;  // splits > 1: sums are kept, and joined in a second phase
+  static int64_t kept_floats(const AttentionOp& o) { return TileMemory::kept_floats(o) + kLanes; }
+
+  static int64_t most_splits(const AttentionOp& o, int64_t rows) {
+    const int64_t splits = (o.max_context + kSplit - 1) / kSplit;
+    const size_t memory = static_cast<size_t>(rows * o.heads * splits * kept_floats(o)) * sizeof(float);
+    return memory <= kSplitMemory ? splits : 1;
+  }
+
+  Cut(const AttentionOp& o, int64_t rows) {
+    const int64_t step = rows_of_tile(o);
+    if (!o.starts)
+      tiles = rows;
+    else
+      for (int64_t s = 0; s < o.sequences; ++s) tiles += (o.starts[s + 1] - o.starts[s] + step - 1) / step;
+    if (tiles * o.kv_heads >= kFewPieces || most_splits(o, rows) == 1) return;
+    int64_t latest = 0;
+    for (int64_t row = 0; row < rows; ++row) latest = std::max(latest, o.positions[row]);
+    splits = std::min(latest / kSplit + 1, most_splits(o, rows));
+  }
+
+  // Rows of the tile-th tile: f(sequence, first row, rows).
+  template <class F>
+  static void with_tile(const AttentionOp& o, int64_t tile, F f) {
+    if (!o.starts) return f(tile, tile, int64_t{1});
+    const int64_t step = rows_of_tile(o);
+    for (int64_t s = 0; s < o.sequences; ++s) {
+      const int64_t count = o.starts[s + 1] - o.starts[s], tiles = (count + step - 1) / step;
+      if (tile < tiles) return f(s, o.starts[s] + tile * step, std::min(step, count - tile * step));
+      tile -= tiles;
+    }
+  }
+};
 
 template <class T>
-inline void attend_row(const AttentionOp& o, int64_t row, int64_t head, float* scores, float* mixed) {
-  const int64_t width = o.kv_heads * o.size, kv = head / (o.heads / o.kv_heads);
-  const int64_t* table = o.tables + sequence_of(o, row) * o.table_row;
-  const int64_t last = o.positions[row], first = o.window > 0 ? std::max<int64_t>(0, last - o.window + 1) : 0;
-  const T* q = static_cast<const T*>(o.q) + row * o.q_row + head * o.size;
-  const auto at = [&](const void* cache, int64_t position) {
-    const int64_t block = std::clamp<int64_t>(table[position / o.block_size], 0, o.num_blocks - 1);
-    return static_cast<const T*>(cache) + (block * o.block_size + position % o.block_size) * width + kv * o.size;
+inline void attention_pieces(const AttentionOp& o, const Context& context) {
+  const Cut cut(o, context.rows);
+  const TileMemory memory(o, context.own);
+  const int64_t width = Cut::kept_floats(o), group = group_of(o);
+  // Last tiles first: in a prompt they see the most.
+  const auto tile_at = [&](int64_t tile, int64_t kv, auto f) {
+    Cut::with_tile(o, cut.tiles - 1 - tile, [&](int64_t sequence, int64_t row, int64_t rows) {
+      f(Tile<T>(o, memory, sequence, row, rows, kv));
+    });
   };
-  float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
-  for (int64_t position = first; position <= last; ++position) {
-    scores[position - first] = dot(q, at(o.keys, position), o.size) * static_cast<float>(o.scale);
-    largest = std::max(largest, scores[position - first]);
+  auto* kept = reinterpret_cast<float*>(context.shared);
+  const auto place = [&](const Tile<T>& tile, int64_t i, int64_t split) {
+    const int64_t row = tile.row + i / group, head = tile.kv * group + i % group;
+    return kept + ((row * o.heads + head) * cut.splits + split) * width;
+  };
+  if (cut.splits == 1) {
+    for (int64_t piece; (piece = context.next()) < cut.tiles * o.kv_heads;)
+      tile_at(piece / o.kv_heads, piece % o.kv_heads, [](const Tile<T>& tile) { tile.attend(); });
+  } else if (context.phase == 0) {
+    for (int64_t piece; (piece = context.next()) < cut.tiles * cut.splits * o.kv_heads;) {
+      const int64_t split = piece / o.kv_heads % cut.splits;
+      tile_at(piece / o.kv_heads / cut.splits, piece % o.kv_heads, [&](const Tile<T>& tile) {
+        tile.load_queries();
+        if (!tile.sum_split(split)) return;
+        for (int64_t i = 0; i < tile.queries; ++i) {
+          float* to = place(tile, i, split);
+          to[0] = memory.sums[i].largest, to[1] = memory.sums[i].total;
+          std::memcpy(to + kLanes, memory.mixed + i * memory.mixed_row, memory.mixed_row * sizeof(float));
+        }
+      });
+    }
+  } else {
+    for (int64_t piece; (piece = context.next()) < cut.tiles * o.kv_heads;) {
+      tile_at(piece / o.kv_heads, piece % o.kv_heads, [&](const Tile<T>& tile) {
+        for (int64_t i = 0; i < tile.queries; ++i) {
+          const Seen seen = memory.limits[i];
+          const int64_t first = seen.first / kSplit;
+          float* total = place(tile, i, first);
+          Sums sums{total[0], total[1]};
+          if (!seen.any()) sums = {0.0f, 0.0f}, std::fill(total, total + width, 0.0f);
+          for (int64_t split = first + 1; split * kSplit < seen.stop; ++split) {
+            const float* next = place(tile, i, split);
+            join(sums, total + kLanes, {next[0], next[1]}, next + kLanes, memory.mixed_row);
+          }
+          finish(sums, total + kLanes, tile.out(i), o.size);
+        }
+      });
+    }
   }
-  std::fill(mixed, mixed + o.size, 0.0f);
-  for (int64_t position = first; position <= last; ++position) {
-    float power[kLanes];
-    spill(power, exp(all(scores[position - first] - largest)));
-    total += power[0];
-    const T* value = at(o.values, position);
-    for (int64_t i = 0; i < o.size; ++i) mixed[i] += power[0] * widen(value[i]);
-  }
-  T* out = static_cast<T*>(o.out) + (row * o.heads + head) * o.size;
-  for (int64_t i = 0; i < o.size; ++i) out[i] = rounded<T>(mixed[i] / total);
 }
 
 inline void attention(const Op& op, const Context& context) {
   const auto& o = static_cast<const AttentionOp&>(op);
-  float *mixed = reinterpret_cast<float*>(context.own), *scores = mixed + o.size;
-  for (int64_t piece; (piece = context.next()) < context.rows * o.heads;) {
-    const int64_t row = piece / o.heads, head = piece % o.heads;
-    o.dtype == kBF16 ? attend_row<bf16>(o, row, head, scores, mixed) : attend_row<float>(o, row, head, scores, mixed);
-  }
+  o.dtype == kBF16 ? attention_pieces<bf16>(o, context) : attention_pieces<float>(o, context);
 }
 
-inline Scratch attention_scratch(const Op& op, int64_t, int) {
+inline Scratch attention_scratch(const Op& op, int64_t rows, int) {
   const auto& o = static_cast<const AttentionOp&>(op);
-  return {0, static_cast<size_t>(o.max_context + o.size) * sizeof(float)};
+  const int64_t splits = Cut::most_splits(o, rows);
+  const int64_t kept = splits > 1 ? rows * o.heads * splits * Cut::kept_floats(o) : 0;
+  return {static_cast<size_t>(kept) * sizeof(float), TileMemory::size(o)};
 }
-inline int attention_phases(const Op&, int64_t) { return 1; }
+
+inline int attention_phases(const Op& op, int64_t rows) {
+  return Cut(static_cast<const AttentionOp&>(op), rows).splits > 1 ? 2 : 1;
+}
 
 }  // namespace GTP_ISA
 }  // namespace gtp

@@ -14,10 +14,11 @@ namespace gtp {
 namespace GTP_ISA {
 
 constexpr int64_t kAlone = 8192;              // activations that a thread arranges faster than it passes a barrier
-constexpr int64_t kWidenRows = 5;             // rows for which a strip is widened
+constexpr int64_t kWidenRows = 16;            // rows for which a strip is widened
 constexpr int64_t kStripBytes = 64 << 10;     // of widened weights: stays in the second cache
 constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece, likewise
 constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
+constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
 
 // How one linear is cut up; of its shape and of the number of threads, none of which changes a result.
 struct LinearPlan {
@@ -54,6 +55,12 @@ inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) 
   return plan;
 }
 
+// The beginning of a stream of weights, on its way while there is other work.
+inline void prefetch_some(const void* weights) {
+  const auto address = reinterpret_cast<uintptr_t>(weights);
+  for (int64_t byte = 0; byte < kLead; byte += 64) prefetch(address + byte);
+}
+
 // The products of `rows` arranged rows with `columns` rows of weights, which are read as they lie.
 // following: weights that are wanted next.
 template <class O>
@@ -69,7 +76,11 @@ inline void straight_products(const typename O::Packed* x, int64_t x_row, int64_
                      : side_by_side && left >= kRowColumns ? kRowColumns : 1;
     const auto* here = w + n * w_row;
     const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
-    const auto ahead = side_by_side ? next : reinterpret_cast<uintptr_t>(here) + kNear / 4;
+    // Usually the rows after these, all but a little of them, since their beginning is wanted first.  What is too much
+    // for the first cache waits in the second; one row alone is a stream of its own.
+    const int64_t group = taken * w_row * kBytes;
+    const bool near = rows > 1 ? group <= 4 * kNear : side_by_side;
+    const auto ahead = near ? next - std::min(kLead, group) / 4 : reinterpret_cast<uintptr_t>(here) + kLead;
     for (int64_t m = 0; m < rows;) {
       const int high = tile_rows(rows - m);
       const auto* inputs = x + m * x_row;
@@ -112,7 +123,7 @@ inline void widened_products(const LinearPlan& plan, const float* x, int64_t row
 
 template <class T, class W>
 inline void linear_pieces(const LinearOp& o, const Context& context) {
-  using O = Order<T, W>;
+  using O = LinearOrder<T, W>;
   using Packed = typename O::Packed;
   const LinearPlan plan = plan_linear<O>(o, context.rows, context.threads);
   const auto arrange = [&](int64_t row, Packed* to) {
@@ -123,8 +134,6 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
     for (int64_t row; (row = context.next()) < context.rows;) arrange(row, x);
     return;
   }
-  if (plan.alone)
-    for (int64_t row = 0; row < context.rows; ++row) arrange(row, x);
   uint8_t* const own = context.own + (plan.alone ? plan.x_bytes : 0);
   auto* strip = reinterpret_cast<float*>(own);
   auto* y = reinterpret_cast<float*>(own + plan.strip_bytes);
@@ -133,6 +142,9 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
   const auto weights_of = [&](int64_t piece) { return weights + piece / plan.row_blocks * plan.columns * o.weight_row; };
   // The piece after this one is taken beforehand, so that its weights are on their way when it begins.
   int64_t piece = context.next();
+  if (piece < plan.pieces) prefetch_some(weights_of(piece));
+  if (plan.alone)
+    for (int64_t row = 0; row < context.rows; ++row) arrange(row, x);
   while (piece < plan.pieces) {
     const int64_t later = context.next();
     const W* const following = weights_of(later < plan.pieces ? later : piece);
@@ -152,6 +164,7 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
       straight_products<O>(x + row * plan.x_row, plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, to,
                            y_row, next);
     }
+    prefetch_some(following);
     for (int64_t m = 0; m < rows; ++m)
       put_row<T>(o, row + m, first, stop, y + m * y_row, y + m * y_row + plan.columns);
     piece = later;
@@ -175,7 +188,7 @@ inline void linear(const Op& op, const Context& context) {
 }
 
 inline LinearPlan plan_of(const LinearOp& o, int64_t rows, int64_t threads) {
-  return with_types(o, [&](auto x, auto w) { return plan_linear<Order<decltype(x), decltype(w)>>(o, rows, threads); });
+  return with_types(o, [&](auto x, auto w) { return plan_linear<LinearOrder<decltype(x), decltype(w)>>(o, rows, threads); });
 }
 
 inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {

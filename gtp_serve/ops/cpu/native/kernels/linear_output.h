@@ -43,7 +43,7 @@ inline void put_row(const LinearOp& o, int64_t row, int64_t first, int64_t stop,
       const Vec gate = through<T>(total), other = through<T>(finished(up, half + column));
       write(out + column, mul(through<T>(silu(gate)), other));
     } else if (o.out_dtype == kF32) {
-      write(wide_out + column, total);
+      write(wide_out + column, through<T>(total));
     } else {
       write(out + column, total);
     }

@@ -15,6 +15,12 @@ constexpr int kTileRows = 2, kTileColumns = 1;
 // Columns of a tile of one row.
 constexpr int kRowColumns = 4;
 
+#if defined(__AVX2__) && defined(__FMA__)
+template <class O, int kRows, int kColumns, int kFetch>
+inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t w_row, int64_t size, float* y,
+                       int64_t y_row, uintptr_t ahead);
+#endif
+
 // y[m * y_row + n] = the product of x[m * x_row ...], an arranged row, and w[n * w_row ...] of `size` elements.
 // Meanwhile the rows of weights that begin at `ahead` are fetched, in the order in which they lie: memory is read as
 // one stream, although several rows are in use at once.  kFetch: bytes of each of those weights, 0 to fetch none; it
@@ -22,6 +28,13 @@ constexpr int kRowColumns = 4;
 template <class O, int kRows, int kColumns, int kFetch>
 inline void tile(const typename O::Packed* x, int64_t x_row, const typename O::Weight* w, int64_t w_row, int64_t size,
                  float* y, int64_t y_row, uintptr_t ahead) {
+#if defined(__AVX2__) && defined(__FMA__)
+  if constexpr (kIsWhole<O>) {
+    whole_tile<O, kRows, kColumns, kFetch>(x, x_row, w, w_row, size, y, y_row, ahead);
+    return;
+  } else
+#endif
+  {
   using W = typename O::Weight;
   Vec first[kRows][kColumns], second[kRows][kColumns];
   for (int m = 0; m < kRows; ++m)
@@ -62,8 +75,58 @@ inline void tile(const typename O::Packed* x, int64_t x_row, const typename O::W
   for (int i = 0; i < kCount; i += 4) sum_four(total + i, sums + i);
   for (int m = 0; m < kRows; ++m)
     for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = sums[m * kColumns + n];
+  }
 }
 
+#if defined(__AVX2__) && defined(__FMA__)
+// The same of whole numbers.
+template <class O, int kRows, int kColumns, int kFetch>
+inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t w_row, int64_t size, float* y,
+                       int64_t y_row, uintptr_t ahead) {
+  constexpr int kCount = (kRows * kColumns + 3) / 4 * 4;
+  Vec total[kCount];
+  for (int i = 0; i < kCount; ++i) total[i] = zero();
+  for (int64_t block = 0; block * O::kBlock < size; ++block) {
+    typename O::Term first[kRows][kColumns], second[kRows][kColumns];
+    for (int m = 0; m < kRows; ++m)
+      for (int n = 0; n < kColumns; ++n) first[m][n] = second[m][n] = O::none();
+    const auto step = [&](const int16_t* inputs, const int8_t* weights, int64_t weights_row) {
+      for (int n = 0; n < kColumns; ++n) {
+        const auto one = O::template weights<0>(weights + n * weights_row);
+        const auto other = O::template weights<1>(weights + n * weights_row);
+        for (int m = 0; m < kRows; ++m) {
+          first[m][n] = O::add(O::template inputs<0>(inputs + m * x_row), one, first[m][n]);
+          second[m][n] = O::add(O::template inputs<1>(inputs + m * x_row), other, second[m][n]);
+        }
+      }
+    };
+    const int64_t stop = std::min(size, (block + 1) * O::kBlock);
+    int64_t at = block * O::kBlock;
+    for (; at + O::kStep <= stop; at += O::kStep) {
+      if constexpr (kFetch > 0) {
+        constexpr int kBytes = kColumns * O::kStep * kFetch;
+        for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
+        ahead += kBytes;
+      }
+      step(x + at, w + at, w_row);
+    }
+    if (at < stop) {
+      int8_t padded[kColumns * O::kStep] = {};
+      for (int n = 0; n < kColumns; ++n) std::memcpy(padded + n * O::kStep, w + n * w_row + at, stop - at);
+      step(x + at, padded, O::kStep);
+    }
+    for (int m = 0; m < kRows; ++m) {
+      const Vec scale = all(O::scales(x + m * x_row, size)[block]);
+      for (int n = 0; n < kColumns; ++n)
+        total[m * kColumns + n] = fma(from_whole(add_whole(first[m][n], second[m][n])), scale, total[m * kColumns + n]);
+    }
+  }
+  float sums[kCount];
+  for (int i = 0; i < kCount; i += 4) sum_four(total + i, sums + i);
+  for (int m = 0; m < kRows; ++m)
+    for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = sums[m * kColumns + n];
+}
+#endif
 
 template <class O, int kFetch, int kRows>
 inline void tile_of_columns(int columns, const typename O::Packed* x, int64_t x_row, const typename O::Weight* w,

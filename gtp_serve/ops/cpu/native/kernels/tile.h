@@ -1,5 +1,5 @@
-// What attention and experts share: folds of a vector, blocks of keys turned so that lanes are keys, and the exponential
-// of numbers that are at most 0.
+// What attention needs of vectors: folds, blocks of keys turned so that lanes are keys, and the exponential of numbers
+// that are at most 0.
 #pragma once
 
 namespace gtp {
@@ -24,8 +24,12 @@ inline float fold_max(__m256 x) {
 // Four columns of 32 bits of kLanes rows: quad() puts rows i, i + 4, ... beside one another, 128 bits of each, so that
 // turning needs no step across those 128 bits.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-inline float fold_sum(Vec x) { return fold_sum(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
-inline float fold_max(Vec x) { return fold_max(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))); }
+inline float fold_sum(Vec x) {
+  return fold_sum(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
+inline float fold_max(Vec x) {
+  return fold_max(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+}
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
   Vec x = _mm512_castps128_ps512(at(0));
@@ -44,9 +48,11 @@ inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(
 inline Vec second_of_pairs(Vec x) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
+// y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
-  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), zero());
 }
+inline Vec load_words(const void* p) { return _mm512_loadu_ps(p); }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
@@ -62,9 +68,11 @@ inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(
 inline Vec second_of_pairs(Vec x) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
+// y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), y);
 }
+inline Vec load_words(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
 #else
 inline float fold_sum(Vec x) { return sum(x); }
 inline float fold_max(Vec x) {
@@ -93,8 +101,14 @@ inline Vec first_of_pairs(Vec x) {
 inline Vec second_of_pairs(Vec x) {
   return each([&](int i) { return widen(static_cast<bf16>(bits_of(x.lane[i]) >> 16)); });
 }
+// y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return each([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i]; });
+}
+inline Vec load_words(const void* p) {
+  Vec x;
+  std::memcpy(x.lane, p, sizeof x.lane);
+  return x;
 }
 #endif
 

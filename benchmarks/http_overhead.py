@@ -1,0 +1,201 @@
+"""What HTTP and scheduling cost beside the model: the same decode step bare, in the engine, and through the server.
+
+At 32 streams: wall time of a step over HTTP, in ``LLM``, and of the recorded step alone; the rest is overhead, and so
+is the processor time of the HTTP process.  At 200 streams, all sent at the same moment with text to be tokenised: the
+longest time that the server's event loop did not come round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import io
+import json
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult
+
+from bench_parts.machine import Busy
+from bench_parts.model import Prompts
+from bench_parts.numbers import significant
+from bench_parts.results import ROOT, Keeper, add_common
+from bench_parts.table import table
+from peers import ours_llm
+from peers.ours_http import ask_all, drain, start, stop
+from peers.protocol import Case, Clock, Options
+
+_STREAMS, _MANY = 32, 200
+_PROMPT, _CONTEXT = 32, 512
+_MOST_SHARE, _MOST_SECONDS = 0.10, 0.100
+HERE = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; 1 when a limit was passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common(parser)
+    parser.add_argument("--seconds", type=float, help="of decoding: 5, or 2 with --quick")
+    parser.add_argument("--profile", action="store_true", help="print where the engine's own time goes (slower)")
+    parser.add_argument("--part", choices=("llm", "bare"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.seconds = args.seconds or (2.0 if args.quick else 5.0)
+    if args.part:
+        print(json.dumps(bare_step(args) if args.part == "bare" else llm_step(args)), flush=True)
+        os._exit(0)
+    keeper, busy = Keeper("http_overhead", args), Busy()
+    found = {"bare": in_process("bare", args), "llm": in_process("llm", args)} | serve(args)
+    keeper.keep(found | {"others_cores": busy.others()}, report(found))
+    return 0 if found["loop"]["busy_seconds"] <= _MOST_SECONDS and share(found) <= _MOST_SHARE else 1
+
+
+def share(found: dict[str, Any]) -> float:
+    """Of a step over HTTP, what is not the model's."""
+    return float(1 - found["bare"]["step_seconds"] / found["http"]["step_seconds"])
+
+
+def report(found: dict[str, Any]) -> str:
+    """All of it as a table."""
+    bare, llm, http = (found[name]["step_seconds"] for name in ("bare", "llm", "http"))
+    loop = found["loop"]
+    rows = [
+        [f"a decode step of {_STREAMS} sequences alone", f"{significant(bare * 1e3)} ms"],
+        ["the same in LLM: scheduling, sampling, results", f"{significant(llm * 1e3)} ms, {1 - bare / llm:.1%} more"],
+        ["the same over HTTP", f"{significant(http * 1e3)} ms, {share(found):.1%} of it not the model's"],
+        ["processor time of the HTTP process, each step", f"{significant(found['http']['http_cpu_seconds'] * 1e3)} ms"],
+        [
+            f"{_MANY} prompts at one moment: the loop computed at a stretch, at most",
+            f"{loop['busy_seconds'] * 1e3:.0f} ms",
+        ],
+        [f"{_MANY} prompts at one moment: the loop came late, at most", f"{loop['late_seconds'] * 1e3:.0f} ms"],
+    ]
+    return table(["at the server", "seen"], rows)
+
+
+def in_process(part: str, args: argparse.Namespace) -> dict[str, float]:
+    """One part in a process of its own."""
+    command = [sys.executable, __file__, "--part", part, "--model", str(args.model), "--threads", str(args.threads)]
+    command += ["--seconds", str(args.seconds), *(["--profile"] if args.profile else [])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def bare_step(args: argparse.Namespace) -> dict[str, float]:
+    """The recorded step, with the contexts that the streams have half-way."""
+    import torch  # only in this process
+    from bench_parts.decode_step import DecodeStep
+
+    torch.set_num_threads(args.threads)
+    step = DecodeStep(args.model, rows=_STREAMS, context=_CONTEXT, tokens=_STREAMS * _CONTEXT)
+    return {"step_seconds": step.seconds(_STREAMS, _PROMPT + 16, args.seconds)}
+
+
+def llm_step(args: argparse.Namespace) -> dict[str, float]:
+    """The engine in-process."""
+    options = Options(
+        dtype="bf16",
+        threads=args.threads,
+        model=args.model,
+        converted=args.model,
+        streams=_STREAMS,
+        context=_CONTEXT,
+    )
+    generate = ours_llm.load(options)
+    prompts = Prompts(args.model)
+    generate(prompts.take(_STREAMS, _PROMPT), 4, lambda _: True)
+    case = Case(name="32", prompts=prompts.take(_STREAMS, _PROMPT), new=400, seconds=args.seconds)
+    clock, profile = Clock(case), cProfile.Profile()
+    if args.profile:
+        profile.enable()
+    generate(case.prompts, case.new, clock.step)
+    if args.profile:
+        profile.disable()
+        words = io.StringIO()
+        pstats.Stats(profile, stream=words).sort_stats("tottime").print_stats(25)
+        print(words.getvalue(), file=sys.stderr)
+    return {"step_seconds": _STREAMS / clock.times()["decode_tps"]}
+
+
+def serve(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Both measurements over HTTP, on one server."""
+    from gtp_serve.server.bench_http import parse_url
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "beats.json"
+        words = [sys.executable, "-m", "bench_parts.watched_server", str(out), "--ckpt", str(args.model)]
+        words += ["--device", "cpu", "--context", str(_CONTEXT), "--max-running", str(_MANY), "--no-prefix-cache"]
+        words += ["--port", "0", "--log", "json"]
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(ROOT)))
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+        server, url = start(words)
+        try:
+            drain(server)
+            where = parse_url(url)
+            prompts = Prompts(args.model)
+            http = asyncio.run(at_32(where, server.pid, prompts, args.seconds))
+            out.with_suffix(".reset").touch()
+            time.sleep(0.1)
+            asyncio.run(at_200(where, prompts))
+            loop: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
+        finally:
+            stop(server)
+    return {"http": http, "loop": loop}
+
+
+async def at_32(where: SplitResult, pid: int, prompts: Prompts, seconds: float) -> dict[str, float]:
+    """Wall time of a step, and the HTTP process's processor time in it."""
+    await ask_all(where, prompts.take(_STREAMS, _PROMPT), 4, lambda _: True)
+    case = Case(name="32", prompts=prompts.take(_STREAMS, _PROMPT), new=400, seconds=seconds)
+    clock = Clock(case)
+    used: list[tuple[float, float]] = []
+
+    def step(counts: Sequence[int]) -> bool:
+        going_on = clock.step(counts)
+        if clock.first is not None:
+            used.append((process_seconds(pid), sum(counts)))
+        return going_on
+
+    await ask_all(where, case.prompts, case.new, step)
+    steps = (used[-1][1] - used[0][1]) / _STREAMS
+    return {
+        "step_seconds": _STREAMS / clock.times()["decode_tps"],
+        "http_cpu_seconds": (used[-1][0] - used[0][0]) / steps,
+    }
+
+
+async def at_200(where: SplitResult, prompts: Prompts) -> None:
+    """Texts of about a thousand characters, all at one moment; a few tokens for each."""
+    from gtp_serve.server.bench_http import Connection
+
+    texts = prompts.texts(_MANY, 1000)
+    body = {"stream": "delta", "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
+
+    async def ask(text: str) -> None:
+        connection = Connection(where, None, 600.0)
+        try:
+            async for event in connection.events("/generate", body | {"text": text}):
+                if "error" in event:
+                    raise RuntimeError(str(event["error"]))
+        finally:
+            connection.close()
+
+    await asyncio.gather(*(ask(text) for text in texts))
+
+
+def process_seconds(pid: int) -> float:
+    """Processor time of one process so far."""
+    words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,403 @@
+"""The fleet: how many replicas there are, which of them take requests, which version they serve.
+
+Starts replicas, gives up those that make no progress, replaces them, brings them to the committed version before they
+take a request, drains those that are too many.  Knows nothing of Ray: a ``Launcher`` makes replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from gtp_serve.cluster.autoscale import Autoscaler
+from gtp_serve.cluster.bundles import Bundle
+from gtp_serve.cluster.control import carry_out
+from gtp_serve.cluster.journal import Journal
+from gtp_serve.cluster.member import Member, Port, ReplicaLost, ReplicaUnreachable
+from gtp_serve.cluster.settings import FleetConfig
+from gtp_serve.cluster.states import FleetStatus, FleetView, ReplicaStatus
+from gtp_serve.cluster.versions import Versions
+from gtp_serve.errors import GtpServeError
+from gtp_serve.refit.orders import Control, Pause, Resume
+
+FRONT_SECONDS = 20.0
+"""A front that has not asked for so long is gone."""
+
+
+class Launcher(Protocol):
+    """Makes replicas."""
+
+    async def launch(self, name: str) -> Port:
+        """A new one; it may wait for a place."""
+        ...
+
+    async def adopt(self, name: str) -> Port | None:
+        """One that an earlier life of the fleet has made; None when it is gone."""
+        ...
+
+
+class Fleet:
+    """All replicas of one model."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        journal: Journal,
+        launcher: Launcher,
+        *,
+        log: Callable[[str, dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config.scale.check()
+        self.over = asyncio.Event()
+        """Set when nobody has asked for so long that the fleet has ended itself."""
+        self._config, self._journal, self._launcher, self._log, self._clock = config, journal, launcher, log, clock
+        self._members: list[Member] = []
+        self._scaler = Autoscaler(config.scale)
+        self._fronts: dict[str, tuple[float, int]] = {}
+        self._serial = 0
+        self._life = uuid.uuid4().hex
+        self._changed = asyncio.Event()
+        self._failures = 0
+        self._failed_at = 0.0
+        self._fault = ""
+        self._last_front = clock()
+        self._paused: Pause | None = None
+        self._closing = False
+        self._loop: asyncio.Task[None] | None = None
+        self._beside: set[asyncio.Task[None]] = set()
+        self.versions = Versions(
+            lambda: self._members,
+            journal,
+            deadline_seconds=config.launch.refit_seconds,
+            rolling=config.rolling,
+            on_change=self.note_change,
+            log=log,
+        )
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All that have not been given up."""
+        return tuple(self._members)
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Take over what an earlier life has left, then go on."""
+        await asyncio.gather(*(self._adopt(name) for name in self._journal.memory.replicas))
+        await self.versions.recover()
+        for member in self._members:
+            self._mind(member)
+        self._loop = asyncio.create_task(self._run())
+
+    async def close(self, drain_seconds: float) -> None:
+        """End all replicas, and forget that there was a fleet."""
+        self._closing = True
+        if self._loop is not None:
+            self._loop.cancel()
+        run = self.versions.current
+        if run is not None and run.task is not None and not run.decided:
+            run.task.cancel()
+            await asyncio.wait([run.task], timeout=5)
+        members, self._members = list(self._members), []
+        for member in members:
+            if member.task is not None:
+                member.task.cancel()
+        await asyncio.gather(*(self._stop(member, drain_seconds) for member in members), return_exceptions=True)
+        self._journal.forget()
+        self.note_change()
+
+    async def _adopt(self, name: str) -> None:
+        with suppress(ReplicaLost, TimeoutError):
+            port = await self._launcher.adopt(name)
+            if port is None:
+                self._forget(name)
+                return
+            async with asyncio.timeout(self._config.silent_seconds):
+                status = await port.status()
+            member = Member(name=name, port=port, status=status, adopted=True, heard=self._clock())
+            member.state = "behind" if status.engine == "ready" else "starting"
+            self._members.append(member)
+            return
+        if port is not None:
+            port.kill()
+        self._forget(name)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception as error:
+                self._log("fleet", {"error": f"{type(error).__name__}: {error}"})
+            await asyncio.sleep(self._config.poll_seconds)
+
+    def _look(self) -> None:
+        now = self._clock()
+        self._look_at_fronts(now)
+        requests = sum(held for _, held in self._fronts.values())
+        requests += sum(one.status.stats.running + one.status.stats.waiting for one in self._members if one.alive)
+        wanted = self._scaler.look(now, requests)
+        staying = [member for member in self._members if member.state != "draining"]
+        if len(staying) < wanted and self._may_start(now):
+            self._start_one()
+        elif len(staying) > wanted:
+            # The last to have come, and before it one that takes no requests yet.
+            leaving = max(staying, key=lambda member: (member.state != "ready", self._members.index(member)))
+            self._drain(leaving)
+
+    def _look_at_fronts(self, now: float) -> None:
+        gone = [front for front, (heard, _) in self._fronts.items() if now - heard > FRONT_SECONDS]
+        for front in gone:
+            del self._fronts[front]
+            for member in self._members:
+                if member.alive:
+                    self._aside(member.port.forget(front))
+        if not self._fronts and now - self._last_front > self._config.lease_seconds and not self._closing:
+            self._closing = True
+            self._log("fleet", {"says": "nobody has asked for long enough: it ends"})
+            self.over.set()
+
+    def _aside(self, call: Coroutine[Any, Any, None]) -> None:
+        """Do what nobody waits for, and what may fail."""
+        task = asyncio.create_task(_quietly(call))
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    # -- replicas ------------------------------------------------------------------------------------
+
+    def _may_start(self, now: float) -> bool:
+        if self._failures >= self._config.restarts:
+            return False
+        pauses = self._config.backoff_seconds
+        return now - self._failed_at >= pauses[min(self._failures, len(pauses) - 1)]
+
+    def _start_one(self) -> None:
+        memory = self._journal.memory
+        name = f"replica-{memory.next_replica}"
+        # Known before it exists: a fleet that starts again finds it.
+        self._journal.write(replicas=(*memory.replicas, name), next_replica=memory.next_replica + 1)
+        member = Member(name=name, port=_Nowhere(), status=ReplicaStatus(name=name), heard=self._clock())
+        self._members.append(member)
+        self._mind(member)
+        self._log("replica", {"replica": name, "state": "starting"})
+        self.note_change()
+
+    def _mind(self, member: Member) -> None:
+        member.task = asyncio.create_task(self._live(member))
+
+    async def _live(self, member: Member) -> None:
+        """A replica's life, from its start to its loss."""
+        served = False
+        try:
+            await self._bring_up(member)
+            while True:
+                await self._serve_on(member)
+                served = served or member.state == "ready"
+                if served and member.state == "ready":
+                    self._failures, self._fault = 0, ""
+                await asyncio.sleep(self._config.poll_seconds)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            self._lose(member, "it did not start in time" if not served else "it has been silent", served)
+        except GtpServeError as error:
+            self._lose(member, str(error), served)
+        except Exception as error:
+            self._lose(member, f"{type(error).__name__}: {error}", served)
+
+    async def _bring_up(self, member: Member) -> None:
+        async with asyncio.timeout(self._config.start_seconds):
+            if isinstance(member.port, _Nowhere):
+                member.port = await self._launcher.launch(member.name)
+            member.status = await member.port.start()
+        self.versions.found_first(member.status.weights.version)
+        member.state, member.heard = "behind", self._clock()
+        self.note_change()
+
+    async def _serve_on(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._config.silent_seconds):
+                status = await member.port.status()
+        except ReplicaUnreachable:
+            if self._clock() - member.heard > self._config.silent_seconds:
+                raise
+            return  # a break in the network must not cost a replica that takes minutes to load
+        changed = status != member.status
+        member.status, member.heard = status, self._clock()
+        self._check(status)
+        if member.state == "ready" and self._is_behind(member):
+            member.state, member.reason, changed = "behind", "it does not serve the committed version", True
+        if member.state == "behind" and await self.versions.late.bring(member):
+            if self._paused is not None and not member.status.weights.paused:
+                await member.port.control(self._paused)
+            # A decision may have been made since.
+            if member.version == self.versions.committed:
+                member.state, member.reason, changed = "ready", "", True
+                self._log("replica", {"replica": member.name, "state": "ready", "version": member.version})
+        if changed:
+            self.note_change()
+
+    def _is_behind(self, member: Member) -> bool:
+        if self._journal.memory.deciding is not None:
+            return False  # who has not committed when that is over is told so
+        return not self.versions.late.is_current(member)
+
+    def _check(self, status: ReplicaStatus) -> None:
+        """Whether it makes progress.
+
+        :raises ReplicaLost: it does not.
+        """
+        if status.engine == "dead":
+            raise ReplicaLost(status.fault or "its engine has ended")
+        weights = status.weights
+        held = weights.paused or weights.torn or (weights.update is not None and weights.update.memory == "inplace")
+        age = status.stats.last_step_age_seconds
+        if age > self._config.stalled_seconds and not held:
+            raise ReplicaLost(f"its engine has made no step for {age:.0f} s though it has work", code="stalled")
+
+    def _lose(self, member: Member, reason: str, served: bool) -> None:
+        if member not in self._members:
+            return
+        self._members.remove(member)
+        member.state, member.reason = "lost", reason
+        self._failures = 0 if served else self._failures + 1
+        self._failed_at = self._clock()
+        if self._failures >= self._config.restarts:
+            self._fault = f"the last {self._failures} starts of a replica have failed: {reason}"
+        self._log("replica-lost", {"replica": member.name, "reason": reason})
+        member.port.kill()
+        self._forget(member.name)
+        self.note_change()
+
+    def _drain(self, member: Member) -> None:
+        if member.task is not None:
+            member.task.cancel()
+        member.state, member.reason = "draining", "there are more replicas than wanted"
+        self._log("replica", {"replica": member.name, "state": "draining"})
+        member.task = asyncio.create_task(self._drained(member))
+        self.note_change()
+
+    async def _drained(self, member: Member) -> None:
+        await self._stop(member, self._config.drain_seconds)
+        if member in self._members:
+            self._members.remove(member)
+        self._forget(member.name)
+        self.note_change()
+
+    async def _stop(self, member: Member, drain_seconds: float) -> None:
+        try:
+            async with asyncio.timeout(drain_seconds + 10):
+                await member.port.stop(drain_seconds)
+        except (GtpServeError, TimeoutError):
+            pass
+        finally:
+            member.port.kill()
+
+    def _forget(self, name: str) -> None:
+        if not self._closing:
+            self._journal.write(replicas=tuple(one for one in self._journal.memory.replicas if one != name))
+
+    # -- what is told and asked ----------------------------------------------------------------------
+
+    def note_change(self) -> None:
+        """Something that fronts are told has changed."""
+        self._serial += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def view(self, front: str, since: int, held: int, seconds: float) -> FleetView:
+        """How things are, as soon as that is something else than what ``since`` stands for.
+
+        :param front: who asks.
+        :param held: its requests that wait for a replica.
+        """
+        self._last_front = self._clock()
+        self._fronts[front] = (self._last_front, held)
+        if since == self._serial:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+        return self.now()
+
+    def leave(self, front: str) -> None:
+        """A front ends in good order."""
+        self._fronts.pop(front, None)
+
+    def now(self) -> FleetView:
+        """How things are."""
+        ready = [member for member in self._members if member.state == "ready"]
+        known = next((member.status for member in self._members if member.status.facts), None)
+        engine = self._config.launch.engine
+        return FleetView(
+            serial=self._serial,
+            life=self._life,
+            status=self.status(),
+            fault=self._fault,
+            facts={} if known is None else known.facts,
+            max_open=max(1, len(ready)) * (engine.max_running + engine.max_waiting),
+        )
+
+    def status(self) -> FleetStatus:
+        """The weights of all replicas together."""
+        ready = [member for member in self._members if member.state == "ready"]
+        run = self.versions.current
+        each = [member.status.weights for member in ready]
+        befores = {weights.rollback_version for weights in each}
+        return FleetStatus(
+            version=self.versions.committed,
+            digest=next((weights.digest for weights in each if weights.digest), ""),
+            torn=self._torn(ready),
+            paused=self._paused is not None,
+            rollback_version=befores.pop() if len(befores) == 1 else None,
+            memory="inplace" if any(weights.memory == "inplace" for weights in each) else "staged",
+            update=None if run is None else run.record,
+            history=self._journal.memory.records,
+            sleeping=tuple(sorted({tag for weights in each for tag in weights.sleeping})),
+            replicas=tuple(member.view() for member in self._members),
+            wanted=self._scaler.wanted,
+            rolling=self._config.rolling,
+            caught_up_bytes=self.versions.late.bytes_taken,
+        )
+
+    def _torn(self, ready: Sequence[Member]) -> str:
+        """Why nothing can serve until somebody pushes again; nothing when replicas are only on their way."""
+        memory = self._journal.memory
+        behind = [member for member in self._members if member.state == "behind"]
+        if ready or not behind or memory.initial or memory.disk is not None or not memory.committed:
+            return ""
+        return next((one.reason for one in behind if one.reason.startswith("no replica holds")), "")
+
+    async def control(self, command: Control, bundles: Sequence[Bundle] | None) -> Any:
+        """Carry a command out for all replicas; plain JSON values or structs.
+
+        :raises GtpServeError: why it was not.
+        """
+        answer = await carry_out(command, bundles, self.versions, self._members)
+        if isinstance(command, Pause):
+            self._paused = command
+        elif isinstance(command, Resume):
+            self._paused = None
+        self.note_change()
+        return answer
+
+
+class _Nowhere:
+    """The port of a replica that has no process yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kill":
+            return lambda: None
+
+        async def lost(*_: object, **__: object) -> Any:
+            raise ReplicaLost("it has not started yet")
+
+        return lost
+
+
+async def _quietly(call: Coroutine[Any, Any, None]) -> None:
+    with suppress(Exception):
+        await call

@@ -1,0 +1,224 @@
+// The arithmetic of attention: scores of some queries with a block of keys, what becomes of the running sums with them,
+// and how sums of one part of a context are joined to those of the parts before.
+#pragma once
+
+#include "tile.h"
+
+namespace gtp {
+namespace GTP_ISA {
+
+constexpr int64_t kKeyBlock = 64;   // keys whose scores are computed together
+#if defined(__AVX2__) && defined(__FMA__)
+constexpr int kMostRows = 6;        // queries whose sums are in registers at once
+#else
+constexpr int kMostRows = 2;
+#endif
+
+// A row's state so far: `mixed` is the sum of exp(score - largest) * value, `total` that of exp(score - largest).
+struct Sums {
+  float largest, total;
+};
+
+// Words of 32 bits that a key is turned into, and the floats of a query that meet them.
+template <class T>
+inline int64_t key_words(int64_t size) {
+  return (size * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 4;
+}
+inline int64_t query_floats(int64_t size) { return (size + 7) / 8 * 8; }
+
+// scores[r][key] = scale * sum over e of q[r][e] * key[e], e ascending, for R rows and V vectors of keys.
+template <class T, int R, int V>
+inline void score_rows(const float* q, int64_t q_row, const float* keys, int64_t words, Vec scale, float* scores) {
+  Vec sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = zero();
+  // Of factors and vectors of keys the fewer are held in registers beside the sums.
+  const auto meet = [&](int64_t e, auto key) __attribute__((always_inline)) {
+    if (R < V) {
+      Vec factor[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) factor[r] = all(q[r * q_row + e]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const Vec part = key(v);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][v] = fma(factor[r], part, sums[r][v]);
+      }
+    } else {
+      Vec part[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) part[v] = key(v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec factor = all(q[r * q_row + e]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, part[v], sums[r][v]);
+      }
+    }
+  };
+  for (int64_t word = 0; word < words; ++word, keys += kKeyBlock) {
+    if (sizeof(T) == 2) {
+      const auto pairs = [&](int v) __attribute__((always_inline)) { return load(keys + v * kLanes); };
+      meet(2 * word, [&](int v) __attribute__((always_inline)) { return first_of_pairs(pairs(v)); });
+      meet(2 * word + 1, [&](int v) __attribute__((always_inline)) { return second_of_pairs(pairs(v)); });
+    } else {
+      meet(word, [&](int v) __attribute__((always_inline)) { return load(keys + v * kLanes); });
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) spill(scores + r * kKeyBlock + v * kLanes, mul(sums[r][v], scale));
+}
+
+// Vectors of sums that one load of values feeds.  Of bf16 they are two, the first and the second of kLanes pairs, which
+// are cheap to widen; finish() puts them in order.
+template <class T>
+constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
+
+// A row of the sums, in floats.
+template <class T>
+inline int64_t mixed_floats(int64_t size) {
+  return (size + kStep<T> * kLanes - 1) / (kStep<T> * kLanes) * kStep<T> * kLanes;
+}
+
+// mixed[r] += sum over keys of power[r][key] * value[key], keys ascending, for R rows and V vectors of the head.
+// `count`: elements from `column` on that exist, at least V * kLanes where Whole.
+template <class T, int R, int V, bool Whole>
+inline void mix_columns(const float* powers, const T* const* values, int64_t first, int64_t stop, int64_t column,
+                        float* mixed, int64_t mixed_row, int64_t count) {
+  constexpr int kWords = V / kStep<T>;
+  Vec sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = load(mixed + r * mixed_row + column + v * kLanes);
+  for (int64_t key = first; key < stop; ++key) {
+    const T* value = values[key] + column;
+    T edge[V * kLanes];
+    if (!Whole) {
+      std::memset(edge, 0, sizeof edge);
+      std::memcpy(edge, value, count * sizeof(T));
+      value = edge;
+    }
+    Vec power[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) power[r] = all(powers[r * kKeyBlock + key]);
+#pragma GCC unroll 8
+    for (int w = 0; w < kWords; ++w) {
+      const Vec words = load_words(value + w * kStep<T> * kLanes);
+      const Vec part = sizeof(T) == 2 ? first_of_pairs(words) : words;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sums[r][kStep<T> * w] = fma(power[r], part, sums[r][kStep<T> * w]);
+      if (sizeof(T) == 2) {
+        const Vec other = second_of_pairs(words);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sums[r][kStep<T> * w + 1] = fma(power[r], other, sums[r][kStep<T> * w + 1]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) spill(mixed + r * mixed_row + column + v * kLanes, sums[r][v]);
+}
+
+template <class T, int R>
+inline void mix_rows(const float* powers, const T* const* values, int64_t first, int64_t stop, int64_t size,
+                     float* mixed, int64_t mixed_row) {
+  // As many sums as registers hold.
+  constexpr int kLeast = kStep<T>, kWide = kLanes == 16 ? 4 : kMostRows == 2 ? kLeast : R <= 3 ? 4 : 2;
+  int64_t at = 0;
+  for (; at + kWide * kLanes <= size; at += kWide * kLanes)
+    mix_columns<T, R, kWide, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+  for (; at + kLeast * kLanes <= size; at += kLeast * kLanes)
+    mix_columns<T, R, kLeast, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+  if (at < size) mix_columns<T, R, kLeast, false>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+}
+
+// The keys of a block that a row sees: its part of [0, kKeyBlock), empty where stop <= first.
+struct Seen {
+  int64_t first, stop;
+  bool any() const { return first < stop; }
+};
+
+// Rows of one tile with the same limits where `together`; otherwise each with its own: a hidden key is not multiplied
+// by 0 but left out, since what lies in its place may not be a number.
+template <class T, int R>
+inline void mix_tile(const float* powers, const T* const* values, const Seen* seen, int64_t size, float* mixed,
+                     int64_t mixed_row) {
+  int64_t first = seen[0].first, stop = seen[0].stop;
+  for (int r = 1; r < R; ++r) first = std::max(first, seen[r].first), stop = std::min(stop, seen[r].stop);
+  if (R > 1 && first >= stop) first = stop = kKeyBlock;  // nothing that all see: each alone
+  const auto alone = [&](int r, int64_t from, int64_t to) {
+    if (from < to) mix_rows<T, 1>(powers + r * kKeyBlock, values, from, to, size, mixed + r * mixed_row, mixed_row);
+  };
+  if (R > 1)
+    for (int r = 0; r < R; ++r) alone(r, seen[r].first, std::min(first, seen[r].stop));
+  if (first < stop) mix_rows<T, R>(powers, values, first, stop, size, mixed, mixed_row);
+  if (R > 1)
+    for (int r = 0; r < R; ++r) alone(r, std::max(stop, seen[r].first), seen[r].stop);
+}
+
+// Scores to powers, the row's sums scaled to the new maximum.
+inline void soften(float* scores, Seen seen, Sums& sums, float* mixed, int64_t size) {
+  const float nothing = -std::numeric_limits<float>::infinity();
+  for (int64_t key = 0; key < seen.first; ++key) scores[key] = nothing;
+  for (int64_t key = seen.stop; key < kKeyBlock; ++key) scores[key] = nothing;
+  constexpr int kVecs = kKeyBlock / kLanes;
+  Vec largest = load(scores);
+  for (int v = 1; v < kVecs; ++v) largest = max(largest, load(scores + v * kLanes));
+  const float found = fold_max(largest);
+  if (found > sums.largest) {
+    if (sums.largest > nothing) {
+      const float shrink = exp_of_negative(sums.largest - found);
+      sums.total *= shrink;
+      for (int64_t at = 0; at < size; at += kLanes) spill(mixed + at, mul(load(mixed + at), all(shrink)));
+    }
+    sums.largest = found;
+  }
+  // Where all scores are -infinity every power is 0, whatever is taken away.
+  const Vec base = all(sums.largest > nothing ? sums.largest : 0.0f);
+  Vec total = zero();
+  for (int v = 0; v < kVecs; ++v) {
+    const Vec power = exp_of_negative(sub(load(scores + v * kLanes), base));
+    spill(scores + v * kLanes, power);
+    total = add(total, power);
+  }
+  sums.total += fold_sum(total);
+}
+
+// Joins the sums of the next split to those of the ones before.
+inline void join(Sums& all_sums, float* all_mixed, const Sums& sums, const float* mixed, int64_t size) {
+  const float nothing = -std::numeric_limits<float>::infinity();
+  const float largest = std::max(all_sums.largest, sums.largest), base = largest > nothing ? largest : 0.0f;
+  const float before = exp_of_negative(all_sums.largest - base), now = exp_of_negative(sums.largest - base);
+  all_sums = {largest, all_sums.total * before + sums.total * now};
+  for (int64_t at = 0; at < size; at += kLanes)
+    spill(all_mixed + at, fma(load(mixed + at), all(now), mul(load(all_mixed + at), all(before))));
+}
+
+template <class T>
+inline void finish(const Sums& sums, const float* mixed, T* out, int64_t size) {
+  const Vec total = all(sums.total);
+  for (int64_t at = 0; at < size; at += kStep<T> * kLanes) {
+    float wide[2 * kLanes];
+    for (int part = 0; part < kStep<T>; ++part) {
+      float lane[kLanes];
+      spill(lane, div(load(mixed + at + part * kLanes), total));
+      for (int i = 0; i < kLanes; ++i) wide[kStep<T> * i + part] = lane[i];
+    }
+    for (int part = 0; part < kStep<T>; ++part) {
+      const int64_t start = at + part * kLanes, left = size - start;
+      if (left >= kLanes)
+        store(out + start, load(wide + part * kLanes));
+      else if (left > 0)
+        store_some(out + start, load(wide + part * kLanes), left);
+    }
+  }
+}
+
+}  // namespace GTP_ISA
+}  // namespace gtp

@@ -1,0 +1,140 @@
+"""A Ray cluster of several nodes on this machine, and fronts of ``gtp-serve cluster`` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from serve_command import Command
+
+STORE_BYTES = 100 << 20
+PATIENCE = 120.0
+
+
+def be_patient() -> None:
+    """Ray gives a node 30 seconds to start, which a machine that is busy may not have."""
+    from ray._private import services
+
+    real: Any = services.get_node
+
+    def get_node(*args: Any) -> Any:
+        deadline = time.monotonic() + PATIENCE / 2
+        while True:
+            try:
+                return real(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+
+
+def until_it_starts(start: Callable[[], Any]) -> Any:
+    """A node gives its own agents half a minute, too, and ends when they need longer: then another is started."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out" not in str(error):
+                raise
+    return start()
+
+
+class World:
+    """The cluster; close it."""
+
+    def __init__(self, nodes: int = 3, cpus: float = 2) -> None:
+        os.environ["RAY_DEDUP_LOGS"] = "0"
+        be_patient()
+        self.cluster: Any = self._head(cpus)
+        self.cpus = cpus
+        self.nodes = [self.add_node() for _ in range(nodes - 1)]
+        self.fronts: list[Command] = []
+
+    def _head(self, cpus: float) -> Any:
+        from ray.cluster_utils import Cluster
+
+        made = Cluster()
+        until_it_starts(lambda: made.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, include_dashboard=False))
+        return made
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add_node(self) -> Any:
+        return until_it_starts(
+            lambda: self.cluster.add_node(
+                num_cpus=self.cpus, object_store_memory=STORE_BYTES, include_log_monitor=False
+            )
+        )
+
+    def front(self, ckpt: Path, *words: str) -> Front:
+        common = ["--no-tokenizer"] if not any(word == "--tokenizer" for word in words) else []
+        command = Command(
+            "cluster", "--ckpt", str(ckpt), "--address", self.address, "--port", "0", "--device", "cpu",
+            "--kv-memory", "8MiB", *common, *words,
+        )  # fmt: skip
+        self.fronts.append(command)
+        return Front(command)
+
+    def close(self) -> None:
+        for front in self.fronts:
+            if front.process.poll() is None:
+                front.stop()
+        self.cluster.shutdown()
+
+
+class Front:
+    """One front, spoken to over HTTP."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.url = command.url()
+
+    def call(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                raw, status = answer.read(), answer.status
+        except urllib.error.HTTPError as error:
+            raw, status = error.read(), error.code
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode()
+
+    def get(self, path: str) -> Any:
+        status, body = self.call("GET", path)
+        assert status == 200, body
+        return body
+
+    def post(self, path: str, body: Any = None) -> Any:
+        status, body = self.call("POST", path, {} if body is None else body)
+        assert status in (200, 202), body
+        return body
+
+    def generate(self, ids: list[int], tokens: int = 8, **fields: Any) -> Any:
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
+
+    def weights(self) -> Any:
+        return self.get("/weights")
+
+    def until(self, holds: Callable[[Any], bool], seconds: float = PATIENCE) -> Any:
+        """The first weights body for which something holds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            status, body = self.call("GET", "/weights")
+            if status == 200 and holds(body):
+                return body
+            time.sleep(0.05)
+        raise AssertionError(f"not within {seconds:g} s: {body}")
