@@ -75,4 +75,7 @@ class EarlyEngine:
         self._taken = True
         os.close(self._writing)
         self.process.kill()
-        self.process.communicate()
+        for pipe in (self.process.stdin, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.process.wait()

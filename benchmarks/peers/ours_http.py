@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from urllib.parse import SplitResult
 from peers.protocol import Generate, Options, Prompts, Step, main
 
 _SILENCE_SECONDS = 300.0
+_PR_SET_PDEATHSIG = 1
 
 
 def serve_command(options: Options) -> list[str]:
@@ -28,7 +31,7 @@ def start(command: list[str]) -> tuple[subprocess.Popen[str], str]:
 
     :raises RuntimeError: it ended instead; its last words are in the message.
     """
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_end_with_parent)
     assert process.stderr is not None
     lines: list[str] = []
     for line in process.stderr:
@@ -36,6 +39,11 @@ def start(command: list[str]) -> tuple[subprocess.Popen[str], str]:
         if line.startswith("{") and (said := json.loads(line))["event"] == "ready":
             return process, said["url"]
     raise RuntimeError(f"the server ended with {process.wait()}: {''.join(lines[-3:])}")
+
+
+def _end_with_parent() -> None:
+    """Told to stop when whoever started it is gone, be it killed because its time was over."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def load(options: Options) -> Generate:

@@ -36,6 +36,8 @@ TESTS = Path(__file__).parents[1]
 LONG = os.environ.get("GTP_SERVE_LONG_TESTS") == "1"
 SEEDS = range(50) if LONG else (10,)  # a worker, while an update is verified and not decided
 
+long = pytest.mark.skipif(not LONG, reason="many processes more: set GTP_SERVE_LONG_TESTS=1")
+
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     return random_tensors(CONFIG, seed)
@@ -80,6 +82,7 @@ def many(front: Front) -> list[Any]:
         return [job.result()["output_ids"] for job in jobs]
 
 
+@long
 def test_every_route_answers_as_on_one_machine(fleet: Front) -> None:
     assert fleet.get("/ready") == {"status": "ready"}
     assert fleet.get("/health")["status"] == "healthy"
@@ -113,6 +116,7 @@ def test_weights_shows_the_fleet_and_metrics_have_replica_labels(fleet: Front) -
     assert {name for name in names for line in counted if f'replica="{name}"' in line} == names
 
 
+@long
 def test_two_replicas_and_two_ranks_on_two_nodes_give_what_one_gives(
     world: World, fleet: Front, folders: tuple[Path, Path]
 ) -> None:
@@ -170,6 +174,7 @@ def test_a_rollback_takes_all_replicas_back(fleet: Front) -> None:
     assert fleet.get("/weights/checksum")["digest"] == digests[0] != digests[1]
 
 
+@long
 def test_trainer_actors_push_and_a_rollout_worker_samples(
     world: World, fleet: Front, folders: tuple[Path, Path]
 ) -> None:
@@ -187,6 +192,7 @@ def test_trainer_actors_push_and_a_rollout_worker_samples(
     assert told["score_error"] < 1e-5
 
 
+@long
 def test_the_grpo_example_closes_the_loop_on_ray(world: World, fleet: Front, folders: tuple[Path, Path]) -> None:
     base = next_version(fleet)
     Publisher(fleet.url, transport="disk").push(folders[0], base)
@@ -203,6 +209,7 @@ def test_the_grpo_example_closes_the_loop_on_ray(world: World, fleet: Front, fol
     assert fleet.weights()["version"] == f"{base}+2"
 
 
+@long
 def test_a_batch_is_resumed_where_it_was_cut(world: World, fleet: Front, tmp_path: Path) -> None:
     rows = [{"input_ids": [3, 7, number % 20 + 1]} for number in range(20)] + [{"nothing": 1}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -228,6 +235,7 @@ def test_a_batch_is_resumed_where_it_was_cut(world: World, fleet: Front, tmp_pat
     assert line["weight_versions"] == [[fleet.weights()["version"], "0", "5"]]
 
 
+@long
 def test_whoever_dies_no_answer_is_mixed_and_the_committed_version_is_everywhere(
     world: World, fleet: Front, folders: tuple[Path, Path]
 ) -> None:
@@ -237,6 +245,7 @@ def test_whoever_dies_no_answer_is_mixed_and_the_committed_version_is_everywhere
         print(seen.line())
 
 
+@long
 def test_a_front_that_ends_leaves_no_replica_behind(world: World, fleet: Front) -> None:
     pids = [one["pid"] for one in fleet.weights()["replicas"]]
     fleet.command.process.send_signal(signal.SIGTERM)

@@ -336,7 +336,7 @@ def test_the_ingress_that_serve_pickles_finds_the_process_own_application(monkey
     async def application(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["path"])
 
-    copy = cloudpickle.loads(cloudpickle.dumps(app.door))
+    copy = cloudpickle.loads(cloudpickle.dumps(app.door))  # type: ignore[no-untyped-call]
     monkeypatch.setattr(app, "_APPS", [application])
     asyncio.run(copy({"type": "http", "path": "/ready", "root_path": "/x"}, None, None))
     assert seen == ["/ready"]
