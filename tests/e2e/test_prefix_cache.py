@@ -71,7 +71,7 @@ async def ask(client: EngineClient, rid: str, salt: str) -> Answer:
     async for event in client.submit(request):
         first_token_seconds = first_token_seconds or time.monotonic() - started
         events.append(event)
-    after = await settled(client)
+    after = await settled(client, before.steps_total + sampling.max_new_tokens - 1)
     return Answer(
         events=events,
         first_token_seconds=first_token_seconds,
@@ -80,11 +80,11 @@ async def ask(client: EngineClient, rid: str, salt: str) -> Answer:
     )
 
 
-async def settled(client: EngineClient) -> EngineStats:
-    """The engine's numbers once it is idle and has said so."""
+async def settled(client: EngineClient, steps: int = 0) -> EngineStats:
+    """The engine's numbers once it is idle after more than so many steps, and has said so."""
     while True:
         stats = client.stats()
-        if stats.steps_total and not stats.running:
+        if stats.steps_total > steps and not stats.running:
             return stats
         await asyncio.sleep(0.02)
 

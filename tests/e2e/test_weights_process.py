@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 
 CONFIG = replace(SMALL, max_context=2048, dtype="float32")
 PROMPT = [3, 1, 4, 1, 5]
-LONG = 250
+LONG = 700
 """Tokens of a request that runs while weights change."""
 NORM = "model.norm.weight"
 

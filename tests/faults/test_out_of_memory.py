@@ -120,7 +120,7 @@ def test_no_memory_in_a_step_costs_the_requests_in_it_and_no_others(engine: Engi
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mebibytes", [300, 720])
+@pytest.mark.parametrize("mebibytes", [300, 450])
 def test_a_server_that_finds_no_memory_ends_with_a_known_code_and_one_error(mebibytes: int, tmp_path: Path) -> None:
     write_hf(tmp_path, replace(SMALL, dtype="float32"))
     words = ["--ckpt", str(tmp_path), "--port", "0", "--no-tokenizer", "--device", "cpu", "--log", "json"]

@@ -117,7 +117,8 @@ def test_stacks_of_int8_are_scaled_row_by_row(name: str, dtype: torch.dtype) -> 
             hidden = reference.swiglu(both)
             y = ((down[expert].float() @ hidden.float()) * scales[1][expert]).to(dtype)
             wanted[row] += y.float() * case.weights[row, place]
-    bound = 1e-4 if dtype == torch.float32 else 3e-2
+    # Products with int8 round activations to 15 bits below a power of two.
+    bound = 2e-3 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(out, wanted.to(dtype), rtol=bound, atol=bound)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from gtp_serve.assembly import build_pool, captures_steps, empty_decoder, fill_decoder, with_graphs
@@ -54,8 +56,9 @@ def answers(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_a_cpu_captures_nothing_and_its_pool_has_no_scratch_block() -> None:
-    config = engine_config()
+@pytest.mark.parametrize("changes", [{"graphs": False}, {"attention": "torch"}], ids=str)
+def test_what_is_not_captured_has_no_scratch_block_in_its_pool(changes: dict[str, Any]) -> None:
+    config = replace(engine_config(), **changes)
     decoder = empty_decoder(config)
 
     model, _ = with_graphs(config, decoder, build_pool(config, decoder))
@@ -63,6 +66,20 @@ def test_a_cpu_captures_nothing_and_its_pool_has_no_scratch_block() -> None:
     assert not captures_steps(config, decoder)
     assert model is decoder
     assert build_pool(config, decoder).num_blocks == 32
+
+
+def test_native_steps_are_captured_once_for_all_numbers_of_rows() -> None:
+    config = engine_config()
+    decoder = filled(config, empty_decoder(config))
+    pool = build_pool(config, decoder)
+
+    model, between_steps = with_graphs(config, decoder, pool)
+    between_steps()
+
+    assert captures_steps(config, decoder)
+    assert pool.num_blocks == 32 + SCRATCH_BLOCKS
+    assert isinstance(model, DecodeGraphs)
+    assert model.captured == [config.max_running]
 
 
 def test_steps_captured_between_steps_give_the_tokens_of_the_decoder_alone() -> None:

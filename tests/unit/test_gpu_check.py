@@ -48,7 +48,7 @@ def test_a_small_model_on_the_cpu_goes_through_every_check(tmp_path: Path) -> No
     assert found["facts"]["captured sizes"] == [1, 2, 4]
     assert found["facts"]["decode, 4 rows, replayed"] > 0
     assert found["facts"]["decode, 4 rows, share of copy bandwidth"] > 0
-    assert any(line.startswith("recording of steps: there are no CUDA graphs") for line in found["skipped"])
+    assert any(line.startswith("recording of steps: ") for line in found["skipped"])
     assert done.stdout.count("  ok     ") == 18
     assert found["facts"]["experts: decode, 4 rows, replayed"] > 0
     reasons = [line for line in found["skipped"] if line.startswith("--attention-backend")]

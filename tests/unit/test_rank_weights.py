@@ -56,7 +56,7 @@ def test_vote_tells_bytes_and_seconds_of_each_phase(rank: Rank) -> None:
     size = sum(tensor.nbytes for tensor in random_tensors(SMALL).values())
     assert vote.source_bytes == size
     assert vote.target_bytes == 2 * size  # bfloat16 to float32
-    assert set(vote.seconds) == {"open", "plan", "transfer", "verify"}
+    assert set(vote.seconds) == {"open", "plan", "transfer", "verify", "derive"}
     assert rank.progress("u")[-1].done == rank.progress("u")[-1].total == size
 
 
