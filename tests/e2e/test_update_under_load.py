@@ -165,7 +165,7 @@ def test_smollm_streams_go_on_over_forty_updates(demo_dir: Path, tmp_path: Path)
     generator = torch.Generator().manual_seed(0)
     checkpoint = open_checkpoint(folders["a"])
     changed = {
-        stored_name(name, checkpoint.config.family): tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
+        stored_name(name, checkpoint.config.family): tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator))
         for name, tensor in checkpoint.tensors()
     }
     checkpoint.close()

@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with GTP_ISA as its name.
 #include <algorithm>
+#include <type_traits>
 
 #include "pool.h"
 #include "simd.h"

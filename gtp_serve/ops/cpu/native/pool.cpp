@@ -5,10 +5,11 @@
 #include <cstdlib>
 #include <new>
 
+#include <unistd.h>
+
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -78,21 +79,34 @@ void Pool::Gate::wait_past(uint32_t seen) {
   sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
-Pool::Pool(int threads, const Kernel* kernels) : threads_(std::max(1, threads)), kernels_(kernels) {
-  for (int thread = 1; thread < threads_; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+Pool::Pool(int threads, const Kernel* kernels) : threads_(std::max(1, threads)), process_(getpid()), kernels_(kernels) {
+  try {
+    for (int thread = 1; thread < threads_; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (...) {
+    end_workers();
+    throw;
+  }
 }
 
 Pool::~Pool() {
+  if (getpid() == process_)
+    end_workers();
+  else
+    for (auto& worker : workers_) worker.detach();  // they are the parent's
+  std::free(shared_);
+  std::free(own_);
+}
+
+void Pool::end_workers() {
   stop_ = true;
   begin_.open();
   for (auto& worker : workers_) worker.join();
-  std::free(shared_);
-  std::free(own_);
 }
 
 int Pool::run(const Op* const* ops, int64_t count, const int64_t* rows) {
   if (count == 0) return 0;  // no barrier would keep a late worker from the next run
   std::lock_guard<std::mutex> turn(one_run_);
+  if (getpid() != process_) threads_ = 1;  // a fork has none of its parent's threads; the results are the same
   if (!reserve(ops, count, rows)) return 1;
   ops_ = ops, count_ = count, rows_ = rows;
   if (threads_ > 1) begin_.open();

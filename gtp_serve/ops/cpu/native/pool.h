@@ -1,6 +1,8 @@
 // Threads that carry out a step: one parallel region for all of its operations, a barrier after each phase of each.
 #pragma once
 #include <atomic>
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -58,12 +60,14 @@ class Pool {
     void wait_past(uint32_t seen);
   };
 
+  void end_workers();
   void work(int thread);
   void carry_out(int thread);
   void barrier();
   bool reserve(const Op* const* ops, int64_t count, const int64_t* rows);
 
-  const int threads_;
+  int threads_;
+  const pid_t process_;
   const Kernel* const kernels_;
   std::mutex one_run_;
   std::vector<std::thread> workers_;

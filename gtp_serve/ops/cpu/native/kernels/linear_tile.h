@@ -4,13 +4,13 @@
 namespace gtp {
 namespace GTP_ISA {
 
-// As many as registers hold two chains of each product, and what is multiplied.
+// As many as registers hold a chain of each product, and what is multiplied; two chains where there are more registers.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 4, kTileColumns = 3;
+constexpr int kTileRows = 4, kTileColumns = 3, kSumsAtOnce = 24;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 3, kTileColumns = 2;
+constexpr int kTileRows = 4, kTileColumns = 3, kSumsAtOnce = 12;
 #else
-constexpr int kTileRows = 2, kTileColumns = 1;
+constexpr int kTileRows = 2, kTileColumns = 1, kSumsAtOnce = 4;
 #endif
 // Columns of a tile of one row.
 constexpr int kRowColumns = 4;
@@ -37,35 +37,52 @@ inline void tile(const typename O::Packed* x, int64_t x_row, const typename O::W
   {
   using W = typename O::Weight;
   Vec first[kRows][kColumns], second[kRows][kColumns];
-  for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < kColumns; ++n) first[m][n] = second[m][n] = zero();
-  const auto step = [&](const typename O::Packed* inputs, const W* weights, int64_t weights_row) {
-    typename O::Term term[kRows];
-    for (int m = 0; m < kRows; ++m) term[m] = O::template inputs<0>(inputs + m * x_row);
-    for (int n = 0; n < kColumns; ++n) {
-      const auto weight = O::template weights<0>(weights + n * weights_row);
-      for (int m = 0; m < kRows; ++m) first[m][n] = O::add(term[m], weight, first[m][n]);
-    }
-    for (int m = 0; m < kRows; ++m) term[m] = O::template inputs<1>(inputs + m * x_row);
-    for (int n = 0; n < kColumns; ++n) {
-      const auto weight = O::template weights<1>(weights + n * weights_row);
-      for (int m = 0; m < kRows; ++m) second[m][n] = O::add(term[m], weight, second[m][n]);
+  W padded[kColumns * O::kStep];
+  const int64_t whole = size / O::kStep * O::kStep;
+  if (whole < size) {
+    std::memset(padded, 0, sizeof padded);
+    for (int n = 0; n < kColumns; ++n)
+      std::memcpy(padded + n * O::kStep, w + n * w_row + whole, (size - whole) * sizeof(W));
+  }
+  const auto add_chain = [&](auto chain, Vec (&sums)[kRows][kColumns], const typename O::Packed* inputs,
+                             const W* weights, int64_t weights_row) {
+    constexpr int kChain = decltype(chain)::value;
+    typename O::Term weight[kColumns];
+    for (int n = 0; n < kColumns; ++n) weight[n] = O::template weights<kChain>(weights + n * weights_row);
+    for (int m = 0; m < kRows; ++m) {
+      const auto term = O::template inputs<kChain>(inputs + m * x_row);
+      for (int n = 0; n < kColumns; ++n) sums[m][n] = O::add(term, weight[n], sums[m][n]);
     }
   };
-  constexpr int kBytes = kColumns * O::kStep * kFetch;
-  int64_t at = 0;
-  for (; at + O::kStep <= size; at += O::kStep) {
+  const auto clear = [](Vec (&sums)[kRows][kColumns]) {
+    for (auto& row : sums)
+      for (Vec& sum : row) sum = zero();
+  };
+  const auto fetch = [&] {
     if constexpr (kFetch > 0) {
+      constexpr int kBytes = kColumns * O::kStep * kFetch;
       for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
       ahead += kBytes;
     }
-    step(x + at, w + at, w_row);
-  }
-  if (at < size) {
-    W padded[kColumns * O::kStep] = {};
-    for (int n = 0; n < kColumns; ++n)
-      std::memcpy(padded + n * O::kStep, w + n * w_row + at, (size - at) * sizeof(W));
-    step(x + at, padded, O::kStep);
+  };
+  constexpr std::integral_constant<int, 0> kFirst;
+  constexpr std::integral_constant<int, 1> kSecond;
+  if constexpr (kRows * kColumns > kSumsAtOnce / 2) {
+    // One chain after the other: a tile of this size leaves no registers for both.
+    clear(first);
+    for (int64_t at = 0; at < whole; at += O::kStep) fetch(), add_chain(kFirst, first, x + at, w + at, w_row);
+    if (whole < size) add_chain(kFirst, first, x + whole, padded, O::kStep);
+    clear(second);
+    for (int64_t at = 0; at < whole; at += O::kStep) add_chain(kSecond, second, x + at, w + at, w_row);
+    if (whole < size) add_chain(kSecond, second, x + whole, padded, O::kStep);
+  } else {
+    clear(first), clear(second);
+    for (int64_t at = 0; at < whole; at += O::kStep) {
+      fetch();
+      add_chain(kFirst, first, x + at, w + at, w_row), add_chain(kSecond, second, x + at, w + at, w_row);
+    }
+    if (whole < size)
+      add_chain(kFirst, first, x + whole, padded, O::kStep), add_chain(kSecond, second, x + whole, padded, O::kStep);
   }
   constexpr int kCount = kRows * kColumns;
   Vec total[(kCount + 3) / 4 * 4];
@@ -87,18 +104,21 @@ inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t
   Vec total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = zero();
   for (int64_t block = 0; block * O::kBlock < size; ++block) {
-    typename O::Term first[kRows][kColumns], second[kRows][kColumns];
+    typename O::Term sums[kRows][kColumns];
     for (int m = 0; m < kRows; ++m)
-      for (int n = 0; n < kColumns; ++n) first[m][n] = second[m][n] = O::none();
-    const auto step = [&](const int16_t* inputs, const int8_t* weights, int64_t weights_row) {
-      for (int n = 0; n < kColumns; ++n) {
-        const auto one = O::template weights<0>(weights + n * weights_row);
-        const auto other = O::template weights<1>(weights + n * weights_row);
-        for (int m = 0; m < kRows; ++m) {
-          first[m][n] = O::add(O::template inputs<0>(inputs + m * x_row), one, first[m][n]);
-          second[m][n] = O::add(O::template inputs<1>(inputs + m * x_row), other, second[m][n]);
-        }
+      for (int n = 0; n < kColumns; ++n) sums[m][n] = O::none();
+    const auto add_half = [&](auto half, const int16_t* inputs, const int8_t* weights, int64_t weights_row) {
+      constexpr int kHalf = decltype(half)::value;
+      typename O::Term weight[kColumns];
+      for (int n = 0; n < kColumns; ++n) weight[n] = O::template weights<kHalf>(weights + n * weights_row);
+      for (int m = 0; m < kRows; ++m) {
+        const auto term = O::template inputs<kHalf>(inputs + m * x_row);
+        for (int n = 0; n < kColumns; ++n) sums[m][n] = O::add(term, weight[n], sums[m][n]);
       }
+    };
+    const auto step = [&](const int16_t* inputs, const int8_t* weights, int64_t weights_row) {
+      add_half(std::integral_constant<int, 0>(), inputs, weights, weights_row);
+      add_half(std::integral_constant<int, 1>(), inputs, weights, weights_row);
     };
     const int64_t stop = std::min(size, (block + 1) * O::kBlock);
     int64_t at = block * O::kBlock;
@@ -118,7 +138,7 @@ inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t
     for (int m = 0; m < kRows; ++m) {
       const Vec scale = all(O::scales(x + m * x_row, size)[block]);
       for (int n = 0; n < kColumns; ++n)
-        total[m * kColumns + n] = fma(from_whole(add_whole(first[m][n], second[m][n])), scale, total[m * kColumns + n]);
+        total[m * kColumns + n] = fma(from_whole(sums[m][n]), scale, total[m * kColumns + n]);
     }
   }
   float sums[kCount];
