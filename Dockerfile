@@ -9,7 +9,7 @@ FROM ${PYTHON_IMAGE} AS build
 ARG TORCH_INDEX=""
 # Extras of this package, with commas: flashinfer, flash-attn, otel, demo.
 ARG EXTRAS=""
-# 1 for CUDA: Triton needs a C compiler once; it is used here, and what it made is taken along.
+# 1 for CUDA: Triton needs the compiler once, as the native CPU ops do; what it made is taken along.
 ARG TRITON=""
 WORKDIR /source
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
@@ -17,15 +17,16 @@ RUN python -m venv /opt/gtp-serve
 ENV PATH="/opt/gtp-serve/bin:$PATH"
 COPY requirements-dev.lock ./
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' requirements-dev.lock)"
-COPY pyproject.toml README.md LICENSE ./
+RUN apt-get update && apt-get install -y --no-install-recommends g++
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY loaders loaders
 COPY server server
 COPY gtp_serve gtp_serve
 # The lock constrains the versions; only what the server needs is installed.
-RUN pip install --constraint requirements-dev.lock ".${EXTRAS:+[$EXTRAS]}"
+RUN pip install --constraint requirements-dev.lock ".${EXTRAS:+[$EXTRAS]}" && test -f /opt/gtp-serve/lib/python*/site-packages/gtp_serve/ops/cpu/_native.so
 ENV TRITON_CACHE_DIR=/opt/triton TRITON_LIBCUDA_PATH=/usr/lib/x86_64-linux-gnu
 COPY scripts/prebuild_triton.py ./
-RUN mkdir -p /opt/triton && if [ -n "$TRITON" ]; then apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && python prebuild_triton.py; fi
+RUN mkdir -p /opt/triton && if [ -n "$TRITON" ]; then python prebuild_triton.py; fi
 # Serving compiles nothing with C++ and installs nothing: headers, test suites, static libraries and pip itself stay here.
 RUN find /opt/gtp-serve -depth -type d \( -path '*/torch/include' -o -path '*/torch/test' -o -path '*/site-packages/*/tests' -o -path '*/site-packages/pip' -o -path '*/site-packages/pip-*' -o -name __pycache__ \) -exec rm -rf {} + && find /opt/gtp-serve -name '*.a' -delete && rm -f /opt/gtp-serve/bin/pip* && /opt/gtp-serve/bin/gtp-serve --version
 
