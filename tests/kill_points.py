@@ -27,7 +27,9 @@ def be_impatient() -> None:
     _set(ranks, "Patience", lambda: peer.Patience(silence=4.0))
     follower._BEAT_SECONDS = 0.3
     numbers = update_fields.SOURCE_NUMBERS["distributed"]
-    numbers["bucket_bytes"] = replace(numbers["bucket_bytes"], low=1)  # a small model is to have many buckets
+    small = numbers["bucket_bytes"]
+    assert isinstance(numbers, dict)
+    numbers["bucket_bytes"] = replace(small, low=1)  # a small model is to have many buckets
     receiver = group.GroupReceiver.__init__
     _set(group.GroupReceiver, "__init__", lambda self, **of: receiver(self, **{**of, "silent_seconds": SILENT_SECONDS}))
 

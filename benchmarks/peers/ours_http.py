@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 from urllib.parse import SplitResult
 
 from peers.protocol import Generate, Options, Prompts, Step, main
@@ -99,7 +100,8 @@ async def ask_all(where: SplitResult, prompts: Prompts, new: int, step: Step) ->
 
     asking = asyncio.gather(*(ask(number) for number in range(len(prompts))))
     stopping = asyncio.create_task(enough.wait())
-    await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
+    everybody: list[asyncio.Future[Any]] = [asking, stopping]
+    await asyncio.wait(everybody, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not asking.done():
         asking.cancel()

@@ -7,11 +7,13 @@ open, running or half-made; and the same thing done again works.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import mmap
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -31,7 +33,6 @@ from refit_harness import Rank
 from safetensors_bytes import entries, file_bytes
 from torch import Tensor
 
-from gtp_serve.engine import peer, socket_folder
 from gtp_serve.engine.client import EngineClient
 from gtp_serve.engine.peer import Patience
 from gtp_serve.engine.ranks import Leader
@@ -42,7 +43,6 @@ from gtp_serve.refit import arena, staging
 from gtp_serve.refit.orders import DiskOrder
 from gtp_serve.server import cli
 from gtp_serve.server.spool import spool
-from gtp_serve.training import checkpoint_files
 from gtp_serve.training.checkpoint_load import load
 from gtp_serve.training.checkpoint_save import save
 from gtp_serve.training.shard_map import ShardMap
@@ -180,7 +180,7 @@ def test_a_conversion_that_cannot_write_leaves_nothing_and_says_why(
 
 def test_a_save_that_fails_anywhere_leaves_the_one_before_and_the_next_one_works(tmp_path: Path) -> None:
     config, iteration = dense_config(num_layers=1), [0]
-    points = [*WRITES, Point(torch, "save", full), Point(checkpoint_files.fcntl, "flock", broken)]
+    points = [*WRITES, Point(torch, "save", full), Point(fcntl, "flock", broken)]
     grown = {"descriptors": descriptors()}
 
     def act(shards: ShardMap) -> None:
@@ -308,7 +308,7 @@ def test_an_engine_that_cannot_be_started_is_a_fault_of_the_environment_and_leav
     monkeypatch.setattr(tempfile, "tempdir", short)
     points = [
         Point(tempfile, "mkdtemp", full),
-        Point(socket_folder.fcntl, "flock", broken),
+        Point(fcntl, "flock", broken),
         Point(zmq.asyncio, "Context", lambda: zmq.ZMQError(24)),
         Point(asyncio, "create_subprocess_exec", crowded),
     ]
@@ -329,7 +329,7 @@ def test_an_engine_that_cannot_be_started_is_a_fault_of_the_environment_and_leav
 
 
 def test_a_rank_that_cannot_be_started_is_told_and_no_other_one_is_left() -> None:
-    points = [Point(peer.subprocess, "Popen", crowded), Point(os, "memfd_create", crowded)]
+    points = [Point(subprocess, "Popen", crowded), Point(os, "memfd_create", crowded)]
     points.append(Point(socket, "socketpair", crowded))
 
     def run() -> None:
