@@ -13,11 +13,11 @@ def load(options: Options) -> Generate:
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()  # type: ignore[no-untyped-call]
 
     class Watch(StoppingCriteria):
         """Called after each token."""
