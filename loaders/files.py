@@ -279,16 +279,16 @@ class FileViews:
         """
         reader = native_reader()
         assert reader is not None  # the caller has asked
-        files: list[_File] = []
+        files: dict[Path, _File] = {}  # held: a file is closed when nobody holds it
         jobs: list[Job] = []
-        for part in parts:
-            self._check(part.path, part.start, part.length)
-            _check_rows(part.path, part.start, part.length, part.rows)
-            files.append(file := self._file(part.path))  # held: it is closed when nobody holds it
-            end = part.whole - part.before if part.whole else 0
-            jobs.append(
-                Job(file.descriptor, part.path, part.start, part.rows, part.label, part.checks, -part.before, end)
-            )
+        for path, start, length, rows, label, checks, before, whole in parts:
+            self._check(path, start, length)
+            _check_rows(path, start, length, rows)
+            file = files.get(path)
+            if file is None:
+                file = files[path] = self._file(path)
+            end = whole - before if whole else 0
+            jobs.append(Job(file.descriptor, path, start, rows, label, checks, -before, end))
         return reader.read(jobs)
 
     def close(self) -> None:
@@ -339,10 +339,11 @@ class FileViews:
 
 
 def _check_rows(path: Path, start: int, length: int, rows: Sequence[Rows]) -> None:
-    for row in rows:
-        if row.start < 0 or row.source_stride < 0 or row.end > length:
+    for first, stride, size, count, _, _, _ in rows:
+        end = first + (count - 1) * stride + size
+        if first < 0 or stride < 0 or end > length:
             raise CheckpointCorrupt(
-                f"{path} has {length} bytes of a tensor at byte {start}", [("needed", f"{row.end} bytes")]
+                f"{path} has {length} bytes of a tensor at byte {start}", [("needed", f"{end} bytes")]
             )
 
 

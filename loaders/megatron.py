@@ -116,17 +116,17 @@ class MegatronSource:
     def _part(self, index: int, rows: Sequence[Rows]) -> Part:
         """With the item looked at while it is read, where it is small and others of its kind have been seen."""
         piece = self._pieces[index]
-        tensor = self._tensors[piece.key]
+        tensor, shard = self._tensors[piece.key], piece.shard
         chunk = tensor.chunks[piece.chunk]
-        place, shard = chunk.place, piece.shard
-        known = self._items.usual(place, chunk.box.shape, tensor.dtype) if place.length <= _SMALL_BYTES else None
+        path, offset, length = (place := chunk.place).path, place.offset, place.length
+        known = self._items.usual(place, chunk.box.shape, tensor.dtype) if length <= _SMALL_BYTES else None
         if known is None:
             return self._plain(index, rows)
         member, checks = known
-        if member.size != prod(shard.shape) * ITEM_BYTES[shard.dtype]:
+        first, size = member.start, member.size
+        if size != prod(shard.shape) * ITEM_BYTES[shard.dtype]:
             return self._plain(index, rows)
-        start = place.offset + member.start
-        return Part(place.path, start, member.size, rows, shard.key, checks, member.start, place.length)
+        return Part(path, offset + first, size, rows, shard.key, checks, first, length)
 
     def close(self) -> None:
         """Let go of the files."""

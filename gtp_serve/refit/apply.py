@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Lock
 
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from gtp_serve.refit.writers import DirectWriter, ViewWriter, Writer, slices
 PIECE_BYTES = 16 << 20
 #: The same where a unit may have copies of many shards and is one call.  A thread that comes back from a call waits for
 #: the interpreter's lock, beside a decoding engine for milliseconds; but the last units should end together.
-MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 << 20, 64 << 20
-_BATCHES_PER_THREAD = 4
+MIN_BATCH_BYTES, MAX_BATCH_BYTES = 2 << 20, 64 << 20
+_BATCHES_PER_THREAD = 12
 #: Under a limit on bytes per second, a piece is what may be read in this time: no thread then waits long.
 PACED_SECONDS = 0.05
 MIN_PACED_BYTES = 64 << 10
@@ -81,22 +82,25 @@ def apply_plan(
     _check_parties(plan, source, targets)
     for fill in plan.fills:
         targets[fill.target].tensor.detach()[slices(fill.box)].zero_()
-    tensors = [target.tensor.detach() for target in targets]
+    tensors, sizes = [target.tensor.detach() for target in targets], plan.copy_bytes()
     writer: Writer
     if isinstance(source, DirectSource):
         writer = DirectWriter(source, plan, tensors)
-        batch = plan.source_bytes // (threads * _BATCHES_PER_THREAD)
+        batch = sum(sizes) // (threads * _BATCHES_PER_THREAD)
         most = min(MAX_BATCH_BYTES, max(MIN_BATCH_BYTES, batch)) if writer.batches else PIECE_BYTES
-        units = deque(_units(plan, _piece_bytes(pace, most), many=writer.batches))
+        limit = _piece_bytes(pace, most)
+        work = _Work(_units(plan, sizes, limit, many=writer.batches), writer, pace)
     else:
-        units = deque(_units(plan, _piece_bytes(pace, PIECE_BYTES)))
-        writer = ViewWriter(source, plan, tensors, Counter(unit[0].source for unit in units))
-    work = _Work(plan, units, writer, pace)
+        limit = _piece_bytes(pace, PIECE_BYTES)
+        uses = Counter(unit[0].source for unit, _ in _units(plan, sizes, limit))
+        writer = ViewWriter(source, plan, tensors, uses)
+        work = _Work(_units(plan, sizes, limit), writer, pace)
+    threads = min(threads, 1 + sum(sizes) // limit)
     if threads == 1 and progress is None:  # a thread more would be one to wait for
         done = deque[int]()
         work.drain(done)
         return sum(done)
-    return _run(work, min(threads, max(1, len(units))), progress)
+    return _run(work, threads, progress)
 
 
 def _check_parties(plan: RefitPlan, source: WeightSource, targets: Sequence[Target]) -> None:
@@ -112,45 +116,45 @@ def _piece_bytes(pace: Pace, most: int) -> int:
     return min(PIECE_BYTES, max(MIN_PACED_BYTES, int(pace.rate * PACED_SECONDS)))
 
 
-def _units(plan: RefitPlan, limit: int, *, many: bool = False) -> Iterator[tuple[Copy, ...]]:
+_Unit = tuple[list[Copy], int]
+"""Copies, and the bytes of the source that they have together."""
+
+
+def _units(plan: RefitPlan, sizes: Sequence[int], limit: int, *, many: bool = False) -> Iterator[_Unit]:
     """Copies, in order, that together have at most ``limit`` bytes: what one thread does at a time.
 
+    :param sizes: bytes of each copy of the plan.
     :param many: a unit may have copies of more than one shard.
     """
     unit: list[Copy] = []
     size = 0
-    for copy in plan.copies:
+    for copy, whole in zip(plan.copies, sizes, strict=True):
         item = item_bytes(plan.have[copy.source])
-        for piece in cut(copy, item, limit):
-            count = piece.source_box.volume * item
+        for piece in (copy,) if whole <= limit else cut(copy, item, limit):
+            count = whole if piece is copy else piece.source_box.volume * item
             if unit and (size + count > limit or not (many or unit[0].source == piece.source)):
-                yield tuple(unit)
+                yield unit, size
                 unit, size = [], 0
             unit.append(piece)
             size += count
     if unit:
-        yield tuple(unit)
+        yield unit, size
 
 
-@dataclass(slots=True, eq=False)
 class _Work:
-    plan: RefitPlan
-    units: deque[tuple[Copy, ...]]
-    writer: Writer
-    pace: Pace
+    """Units that threads take in turn.  Each is made when it is asked for: the first ones are read meanwhile."""
+
+    def __init__(self, units: Iterator[_Unit], writer: Writer, pace: Pace) -> None:
+        self._units, self._writer, self._pace = units, writer, pace
+        self._lock = Lock()
 
     def drain(self, done: deque[int]) -> None:
         """Do units until none is left, and tell each one's bytes."""
         try:
-            while True:
-                try:
-                    unit = self.units.popleft()
-                except IndexError:
-                    return
-                have = self.plan.have
-                count = sum([item_bytes(have[piece.source]) * piece.source_box.volume for piece in unit])
-                self.pace.wait(count)
-                self.writer.write(unit)
+            while (taken := self._take()) is not None:
+                unit, count = taken
+                self._pace.wait(count)
+                self._writer.write(unit)
                 done.append(count)
         except BaseException:
             self.stop()
@@ -158,8 +162,13 @@ class _Work:
 
     def stop(self) -> None:
         """Leave the rest undone."""
-        self.units.clear()
-        self.pace.stop()
+        with self._lock:
+            self._units = iter(())
+        self._pace.stop()
+
+    def _take(self) -> _Unit | None:
+        with self._lock:
+            return next(self._units, None)
 
 
 def _run(work: _Work, threads: int, progress: Callable[[int], None] | None) -> int:

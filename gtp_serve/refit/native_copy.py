@@ -24,6 +24,8 @@ CONVERSIONS = {("bfloat16", "float32"): 1, ("float32", "bfloat16"): 2}
 _DONE, _ENDS_EARLY, _DIFFERS, _NO_MEMORY = range(4)
 _ROWS, _CHECK, _JOB, _OUTCOME = 7, 4, 8, 4
 """Numbers of 64 bits in each structure of the library."""
+_JOB_ROWS = 3
+"""Where a job's rows are named in it."""
 _VERSION = 2
 
 
@@ -83,17 +85,18 @@ class NativeReader:
         :raises CheckpointCorrupt: when a file ends early or cannot be read.
         """
         numbers: list[int] = []
-        for job in jobs:
-            for row in job.rows:
-                numbers += row  # the library's fields are those of Rows, in order
-        rows = array("q", numbers)
-        at, size = rows.buffer_info()[0], rows.itemsize * _ROWS
         table: list[int] = []
-        for job in jobs:
-            count, checks = len(job.rows), job.checks
+        first = 0
+        for descriptor, _, base, rows, _, checks, check_base, whole in jobs:
+            for row in rows:
+                numbers += row  # the library's fields are those of Rows, in order
+            count = len(rows)
             found = (0, 0) if checks is None else (checks.address, checks.count)
-            table += (job.descriptor, job.base, job.whole, at, count, *found, job.check_base)
-            at += count * size
+            table += (descriptor, base, whole, first, count, *found, check_base)
+            first += count
+        places = array("q", numbers)
+        at, size = places.buffer_info()[0], places.itemsize * _ROWS
+        table[_JOB_ROWS::_JOB] = [at + number * size for number in table[_JOB_ROWS::_JOB]]
         outcome = array("q", bytes(8 * _OUTCOME))
         packed = array("q", table)
         self._read(packed.buffer_info()[0], len(jobs), outcome.buffer_info()[0], self._pread)

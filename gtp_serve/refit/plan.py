@@ -71,7 +71,12 @@ class RefitPlan:
     @property
     def source_bytes(self) -> int:
         """Bytes that the copies read."""
-        return sum(copy.source_box.volume * item_bytes(self.have[copy.source]) for copy in self.copies)
+        return sum(self.copy_bytes())
+
+    def copy_bytes(self) -> list[int]:
+        """Bytes that each copy reads."""
+        have = self.have
+        return [prod(box.shape) * ITEM_BYTES[have[source].dtype] for source, box, _, _ in self.copies]
 
     @property
     def target_bytes(self) -> int:

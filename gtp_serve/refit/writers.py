@@ -74,23 +74,28 @@ class DirectWriter:
 
     def _write_many(self, source: BatchSource, unit: Sequence[Copy]) -> None:
         parts: list[tuple[int, list[Rows]]] = []
-        for copy in unit:
-            have, want = self._plan.have[copy.source], self._plan.want[copy.target]
-            address = self._addresses[copy.target]
-            same = have.dtype == want.dtype
-            convert = AS_IS if same else CONVERSIONS.get((have.dtype, want.dtype))
-            item = ITEM_BYTES[have.dtype]
+        offered, wanted, addresses = self._plan.have, self._plan.want, self._addresses
+        last = -1
+        for copy in unit:  # thousands of small ones in some checkpoints
+            index, source_box, target, target_box = copy
+            have, want, address = offered[index], wanted[target], addresses[target]
+            item = made = ITEM_BYTES[have.dtype]
+            convert: int | None = AS_IS
+            if have.dtype != want.dtype:
+                convert, made = CONVERSIONS.get((have.dtype, want.dtype)), ITEM_BYTES[want.dtype]
             if address is None or convert is None:
                 self._convert(copy, item)
                 continue
-            if not parts or parts[-1][0] != copy.source:
-                parts.append((copy.source, []))
-            boxes = (have.shape, copy.source_box, want.shape, copy.target_box)
-            made = item if same else ITEM_BYTES[want.dtype]
-            parts[-1][1].extend(byte_rows(*boxes, item, address, target_item=made, convert=convert))
-        ready = [part for part in parts if part[1]]
-        if ready:
-            source.read_many(ready)
+            rows = byte_rows(
+                have.shape, source_box, want.shape, target_box, item, address, target_item=made, convert=convert
+            )
+            if index == last:
+                parts[-1][1].extend(rows)
+            elif rows:
+                parts.append((index, rows))
+                last = index
+        if parts:
+            source.read_many(parts)
 
     def _convert(self, copy: Copy, item: int) -> None:
         have, target = self._plan.have[copy.source], self._tensors[copy.target]

@@ -147,6 +147,48 @@ def test_reads_that_are_short_or_interrupted_are_taken_up_again(reader: NativeRe
     assert interrupted
 
 
+def test_jobs_that_follow_one_another_share_what_was_read(descriptor: int) -> None:
+    """Small items are read on across their borders; what lacks behind the last one is nobody's."""
+    reads: list[tuple[int, int]] = []
+
+    def noted(number: int, address: int, size: int, offset: int) -> int:
+        data = os.pread(number, size, offset)
+        reads.append((offset, size))
+        ctypes.memmove(address, data, len(data))
+        return len(data)
+
+    reader, rng, item = with_pread(noted), random.Random(6), 10_000
+    for first in (0, 777, SIZE - 20 * item):
+        memory = Memory(20 * item)
+        jobs = [
+            Job(
+                descriptor, "weights", first + i * item + 100,
+                [Rows(0, 0, item - 200, 1, memory.address + i * item, 0)], check_base=-100, whole=item - 100,
+            )
+            for i in range(20)
+        ]  # fmt: skip
+        reads.clear()
+        assert reader.read(jobs) == 20
+        assert len(reads) <= -(-20 * item // (60 << 10)) < 20
+        assert max(offset + size for offset, size in reads) == first + 20 * item
+        for i in range(20):
+            start = first + i * item + 100
+            assert memory.buffer.raw[i * item : (i + 1) * item - 200] == DATA[start : start + item - 200]
+
+    shuffled = rng.sample(jobs, 20)
+    memory.buffer.raw = b"\xff" * (20 * item)
+    assert reader.read(shuffled) == 20  # whatever their order, and with others between
+    for i in range(20):
+        start = first + i * item + 100
+        assert memory.buffer.raw[i * item : (i + 1) * item - 200] == DATA[start : start + item - 200]
+
+    reads.clear()
+    beyond = jobs[-1]._replace(base=SIZE + 100, rows=[Rows(0, 0, 5, 1, memory.address, 0)])
+    with pytest.raises(CheckpointCorrupt, match=f"nothing is left at byte {SIZE}"):
+        reader.read([*jobs, beyond])  # the last item was read with too much asked for, and is whole
+    assert memory.buffer.raw[19 * item : 20 * item - 200] == DATA[SIZE - item + 100 : SIZE - 100]
+
+
 @pytest.mark.parametrize("kinds", CONVERSIONS)
 def test_elements_are_converted_as_torch_does(kinds: tuple[str, str], reader: NativeReader, tmp_path: Path) -> None:
     have, want = kinds

@@ -112,13 +112,18 @@ class Reader {
  public:
   Reader(uint8_t* buffer, Pread pread) : buffer_(buffer), pread_(pread) {}
 
-  bool run(const ReadJob& job, ReadOutcome& outcome) {
-    job_ = &job, outcome_ = &outcome;
-    from_ = to_ = 0;
+  // Carries out `jobs[0]`; the others, up to `end`, are what comes next.
+  bool run(const ReadJob* jobs, const ReadJob* end, ReadOutcome& outcome) {
+    const ReadJob& job = *jobs;
+    // What the buffer holds may be of use still: the items of a checkpoint lie one after another.
+    const bool same = job.descriptor >= 0 && job_ && job_->descriptor == job.descriptor;
+    const int64_t moved = same ? job_->base - job.base : 0;
+    from_ = same ? from_ + moved : 0, to_ = same ? to_ + moved : 0;
+    job_ = &job, end_ = end, outcome_ = &outcome;
     held_ = buffer_;
     if (job.descriptor < 0) {  // all of it is there
       held_ = reinterpret_cast<const uint8_t*>(job.base);
-      to_ = INT64_MAX;
+      from_ = 0, to_ = INT64_MAX;
     }
     int64_t check = 0;
     const int64_t first = job.row_count ? job.rows[0].start : INT64_MAX;
@@ -183,19 +188,33 @@ class Reader {
     return end;
   }
 
+  // One past the last of the bytes that follow on a whole job's, in the jobs after it.
+  int64_t onward(int64_t at) const {
+    int64_t end = job_->base + job_->whole;
+    for (const ReadJob* next = job_ + 1; next < end_ && end - job_->base - at < kPiece; ++next) {
+      const int64_t gap = next->base + next->check_base - end;
+      if (next->descriptor != job_->descriptor || !next->whole || gap < 0 || gap > kSkipped) break;
+      end = next->base + next->whole;
+    }
+    return end - job_->base;
+  }
+
   // Begins on a page of the file, as the buffer does on one of memory: the system copies such pieces fastest, and where
   // the bytes go is seldom as even.
   bool fill(int64_t at, int64_t wanted) {
     from_ = to_ = at - ((job_->base + at) & (kPage - 1));
-    const int64_t end = std::min(at + wanted, from_ + kPiece);
+    const int64_t limit = from_ + kPiece, needed = std::min(at + wanted, limit);
+    const int64_t end = job_->whole ? std::max(needed, std::min(onward(at), limit)) : needed;
     while (to_ < end) {
       const ssize_t got = pread_(static_cast<int>(job_->descriptor), buffer_ + (to_ - from_), end - to_, job_->base + to_);
       if (got > 0) {
         to_ += got;
-      } else if (got == 0) {
-        return fail(kEndsEarly, end - to_, to_);
-      } else if (errno != EINTR) {
-        return fail(kFailed, errno, to_);
+      } else if (got < 0 && errno == EINTR) {
+        continue;
+      } else if (to_ >= needed) {
+        break;  // what lacks is another job's
+      } else {
+        return got ? fail(kFailed, errno, to_) : fail(kEndsEarly, needed - to_, to_);
       }
     }
     return true;
@@ -225,7 +244,7 @@ class Reader {
   uint8_t* const buffer_;
   const Pread pread_;
   const uint8_t* held_ = nullptr;  // the buffer, or the memory that is read from
-  const ReadJob* job_ = nullptr;
+  const ReadJob *job_ = nullptr, *end_ = nullptr;
   ReadOutcome* outcome_ = nullptr;
   int64_t row_ = 0;
   int64_t from_ = 0, to_ = 0;  // what the buffer holds
@@ -251,7 +270,7 @@ void run_jobs(const ReadJob* jobs, int64_t count, ReadOutcome& outcome, Pread pr
   }
   Reader reader(buffer, pread);
   for (; outcome.job < count; ++outcome.job)
-    if (!reader.run(jobs[outcome.job], outcome)) break;
+    if (!reader.run(jobs + outcome.job, jobs + count, outcome)) break;
   finish_streams();
 }
 
