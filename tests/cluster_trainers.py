@@ -1,6 +1,6 @@
 """Trainer actors at GTP=2 and a rollout worker on a Ray cluster; prints what came of it as one line of JSON.
 
-Run as a script:  cluster_trainers.py ADDRESS FLEET CHECKPOINT
+Run as a script:  cluster_trainers.py ADDRESS FLEET CHECKPOINT VERSION
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Trainer:
         return sum(bundle.payload for bundle in self.made)
 
 
-def main(address: str, fleet: str, ckpt: str) -> None:
+def main(address: str, fleet: str, ckpt: str, version: str) -> None:
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
     worker = rollout_worker(fleet)
     remote: Any = ray.remote
@@ -68,7 +68,6 @@ def main(address: str, fleet: str, ckpt: str) -> None:
     sampling = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
     prompts = [[3, 7, 11], [5, 1]]
     before = ray.get(worker.generate.remote(prompts, sampling, samples=2))
-    version = str(int(ray.get(worker.version.remote())) + 1)
     ranks = ray.get([trainer.offered.remote() for trainer in trainers])
     parts = ray.get([trainer.bundles.remote(ranks, tensors) for trainer in trainers])
     record = ray.get(worker.push.remote(parts, version))

@@ -34,6 +34,8 @@ class Answer:
     """One request's tokens, when each came, and whose they are."""
 
     prompt: tuple[int, ...]
+    new: int
+    """Tokens asked for."""
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """Wall clock, of each token."""
@@ -41,14 +43,14 @@ class Answer:
     finish: str = ""
     trouble: str = ""
 
-    def gaps(self) -> list[float]:
-        """Seconds between neighbouring tokens."""
-        return [b - a for a, b in itertools.pairwise(self.times)]
-
 
 class Load(threading.Thread):
     """So many streams at all times, until told to end; then each answer is let finish.
 
+    The first answers are of different lengths: streams that all begin anew in one step would wait for each other's
+    prompts, and a gap would say nothing about what else the server does.
+
+    :param new: tokens of each answer but a stream's first.
     :param vocab: prompts are random ids below it.
     """
 
@@ -78,16 +80,18 @@ class Load(threading.Thread):
         asyncio.run(self._all())
 
     async def _all(self) -> None:
-        await asyncio.gather(*(self._again_and_again() for _ in range(self._streams)))
+        await asyncio.gather(*(self._again_and_again(number) for number in range(1, self._streams + 1)))
 
-    async def _again_and_again(self) -> None:
+    async def _again_and_again(self, number: int) -> None:
+        new = self._new + self._new * number // self._streams
         while not self._over.is_set():
             prompt = tuple(self._choose.randrange(3, self._vocab) for _ in range(self._choose.randint(3, 12)))
-            self.answers.append(Answer(prompt))
+            self.answers.append(Answer(prompt, new))
             await self._one(self.answers[-1])
+            new = self._new
 
     async def _one(self, answer: Answer) -> None:
-        sampling = {"max_new_tokens": self._new, "temperature": 0, "ignore_eos": True}
+        sampling = {"max_new_tokens": answer.new, "temperature": 0, "ignore_eos": True}
         body = json.dumps({"input_ids": answer.prompt, "sampling_params": sampling, "stream": "delta"}).encode()
         reader, writer = await asyncio.open_connection(*self._place)
         try:
@@ -211,8 +215,12 @@ class Replay:
 
 
 def stall_report(answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds and decode steps: the usual gap between two tokens, the longest, and the engine's own stalls."""
-    gaps = [gap for answer in answers for gap in answer.gaps()]
+    """Milliseconds and decode steps: the usual gap between two tokens, the longest, and the engine's own stalls.
+
+    Of gaps since the first update began: before it, all streams begin at once.
+    """
+    since = records[0]["began"]
+    gaps = [b - a for answer in answers for a, b in itertools.pairwise(answer.times) if b >= since]
     step = statistics.median(gaps)
     stalls = [record["stall_seconds"] for record in records]
     return {

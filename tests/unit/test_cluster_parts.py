@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import runpy
 import socket
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -343,6 +346,16 @@ def test_the_ingress_that_serve_pickles_finds_the_process_own_application(monkey
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_examples_trainer_can_be_sent_to_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray sends it when the example is run as a script: by value, with all that its methods name."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grpo_ray.py"), run_name="__main__example")
+    assert "torch.distributed.config" in sys.modules  # the module that cannot be pickled is there to be found
+    monkeypatch.setitem(sys.modules, "__main__example", None)
+
+    assert b"policy_loss" in cloudpickle.dumps(example["Trainer"])
+
+
 def test_serves_arguments_are_the_commands() -> None:
     from gtp_serve.cluster.app import read_args
 
