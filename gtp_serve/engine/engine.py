@@ -141,6 +141,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Finish the step under way (one is started if there is none) and start the next.
 
+        Events that are there already do not wait for a step that has only just been started: where weights changed,
+        a step was finished before this call.
+
         :returns: events of all sequences of the finished step that sampled, and the last events of requests
             that were aborted or late.
         :raises EngineFault: when MAX_FAILED_STEPS steps in a row have failed, or the runner cannot go on.
@@ -148,6 +151,8 @@ class Engine:
         events, self._undelivered = self._undelivered, []
         if self._under_way is None:
             events += self._start()
+            if events:
+                return events
         events += self._finish()
         return events + self._start()
 

@@ -144,6 +144,26 @@ def test_weights_change_between_two_steps() -> None:
     assert [event.weight_version for event in events] == ["v0", "v0", "v1", "v1"]
 
 
+def test_tokens_made_before_weights_changed_do_not_wait_for_the_step_after() -> None:
+    runner = GatedRunner()
+    engine = make_engine(runner)
+    req = request("a", max_new_tokens=3, ignore_eos=True)
+    engine.add(req)
+    runner.gate.release(2)
+    events = engine.step()
+
+    engine.set_weight_version("v1")
+    events += engine.step()  # would never return if it waited for the third step
+
+    assert tokens(events, "a") == scripted_output(req)[:2]
+    assert len(runner.plans) == 2
+    runner.gate.release()
+    while engine.has_work():
+        events += engine.step()
+    assert tokens(events, "a") == scripted_output(req)
+    assert [event.weight_version for event in events] == ["v0", "v0", "v1"]
+
+
 @pytest.mark.parametrize("prepared", [True, False])
 def test_a_prepared_step_is_the_step_that_would_have_been_scheduled(prepared: bool) -> None:
     scheduler = Scheduler(engine_config(num_blocks=10, max_step_tokens=6), draw_seed=lambda: 0)
