@@ -6,12 +6,16 @@ Rows are symmetric: ``w ~ scale * q`` with ``scale = max |w| / 127`` and q round
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gtp_serve.native_library import open_library
 from gtp_serve.refit.arena import Arena, open_arena
 
 _ALIGNMENT = 256
@@ -32,14 +36,37 @@ def quantise(matrix: Tensor, rows: Tensor, scales: Tensor) -> None:
 
     :param matrix: [N, K], of a floating type, finite.
     :param rows: [N, K] int8.
-    :param scales: [N] float32; 0 for a row of zeros.
+    :param scales: [N] float32; 0 for a row of zeros, and of numbers whose scale would have no inverse.
     """
     wide = matrix.float()
     largest = wide.abs().amax(1)
     torch.mul(largest, 1 / 127, out=scales)
+    scales[scales < torch.finfo(torch.float32).tiny] = 0
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     # The largest element of a row may round to 127.00001.
     rows.copy_((wide * inverse[:, None]).round_().clamp_(-127, 127))
+
+
+def quantise_natively(matrix: Tensor, rows: Tensor, scales: Tensor) -> bool:
+    """The same by the compiled library, bit for bit; False, and nothing written, for what it does not do."""
+    function = _native()
+    if function is None or matrix.dtype not in (torch.bfloat16, torch.float32) or matrix.stride(1) != 1:
+        return False
+    count, columns = matrix.shape
+    bf16 = matrix.dtype == torch.bfloat16
+    function(matrix.data_ptr(), bf16, count, columns, matrix.stride(0), rows.data_ptr(), scales.data_ptr())
+    return True
+
+
+@cache
+def _native() -> Any:
+    library = open_library()
+    if library is None or not hasattr(library, "gtp_quantise"):
+        return None
+    function = library.gtp_quantise
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes, function.restype = (pointer, count, count, count, count, pointer, pointer), None
+    return function
 
 
 class Int8Weights:
@@ -79,7 +106,9 @@ class Int8Weights:
         for first in range(0, flat.shape[0], step):
             keep_on()
             piece = slice(first, first + step)
-            quantise(flat[piece], to_rows[piece], to_scales[piece])
+            form = flat[piece], to_rows[piece], to_scales[piece]
+            if not quantise_natively(*form):
+                quantise(*form)
 
     @staticmethod
     def _form(take: Callable[[int, Tensor], Tensor], place: _Place, like: Tensor) -> tuple[Tensor, Tensor]:

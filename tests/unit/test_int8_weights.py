@@ -15,7 +15,7 @@ from refit_harness import Rank, logits_of, new_decoder
 from torch import Tensor
 
 from gtp_serve.config import ModelConfig
-from gtp_serve.layers.int8 import Int8Weights, quantise
+from gtp_serve.layers.int8 import Int8Weights, quantise, quantise_natively
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.cpu.native import native_ops
 from gtp_serve.refit.store import WeightStore
@@ -52,6 +52,31 @@ def test_a_row_s_form_is_at_most_half_a_step_away(rows: int, size: int, seed: in
     assert steps.max() <= 0.5 + 1e-4
     for row in range(1, rows):
         assert form[row].abs().max() == 127
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_library_makes_the_same_form_to_the_last_bit(dtype: torch.dtype) -> None:
+    """THREADS: the library is there."""
+    generator = torch.Generator().manual_seed(0)
+    for count, size in ((1, 1), (3, 7), (5, 61), (40, 576), (9, 1537)):
+        around = torch.randn(count, size + 3, generator=generator) * 10.0 ** torch.randint(-30, 30, (count, 1))
+        matrix = around.to(dtype)[:, :size]  # rows lie apart
+        matrix[0, :: 2 if size > 2 else 1] = 0
+        matrix[-1] *= 1e-20 if count > 3 else 1
+        matrix[count // 2, -1] = matrix[count // 2].abs().max() * -127 / 127  # halves beside the largest
+        matrix[count // 2, 0] = matrix[count // 2, -1] * 0.5 / 127
+        if count == 9:
+            matrix[0], matrix[1], matrix[2] = 0, 1e-41, torch.finfo(dtype).max
+        theirs = torch.empty(count, size, dtype=torch.int8), torch.empty(count)
+        ours = torch.full((count, size), 55, dtype=torch.int8), torch.full((count,), 55.0)
+        quantise(matrix, *theirs)
+
+        assert quantise_natively(matrix, *ours)
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+        assert ours[1].isfinite().all()
+    assert not quantise_natively(matrix.half(), *ours)
+    assert not quantise_natively(matrix.t(), *ours)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])
