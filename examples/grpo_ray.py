@@ -21,7 +21,10 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed
+
+# By its name: cloudpickle, which takes this file's classes to the actors, finds torch.distributed.config behind a
+# method that names ``torch.distributed`` and some ``config``, and no module of that kind can be pickled.
+from torch.distributed import init_process_group
 
 from gtp_serve.cluster.push import bundle_shards, offered_shards
 from gtp_serve.cluster.rollout import Rollout, rollout_worker
@@ -43,7 +46,7 @@ class Trainer:
 
     def __init__(self, rank: int, args: argparse.Namespace, meet: str) -> None:
         torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=args.gtp)
+        init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=args.gtp)
         self.rank = rank
         checkpoint = open_checkpoint(Path(args.ckpt))
         self.model = build_train_decoder(
@@ -133,8 +136,9 @@ def loop(args: argparse.Namespace, meet: str) -> None:
     trainers = [remote(Trainer).options(num_cpus=0).remote(rank, args, meet) for rank in range(args.gtp)]
     ranks = ray.get([trainer.offered.remote() for trainer in trainers])
     version = ray.get(worker.version.remote())
-    base = version.partition("+")[0]
-    for step in range(1, args.steps + 1):
+    base, _, last = version.partition("+")
+    done = int(last) if last.isdecimal() else 0  # by a run before this one
+    for step in range(done + 1, done + args.steps + 1):
         prompts = [[dice.randrange(1, 16) for _ in range(4)] for _ in range(args.prompts * args.gtp)]
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, min_new_tokens=1, seed=dice.randrange(1 << 30))
         groups = ray.get(worker.generate.remote(prompts, sampling, samples=args.samples))

@@ -23,7 +23,9 @@ from gtp_serve.refit.orders import (
     Commit,
     Control,
     DiskOrder,
+    Pause,
     Relabel,
+    Resume,
     RollBack,
     UpdateRecord,
     WeightsStatus,
@@ -50,7 +52,7 @@ class FakeReplica:
 
     def __init__(self, name: str, world: FakeWorld) -> None:
         self.name, self.world = name, world
-        self.dead = False
+        self.dead = self.paused = False
         self.version, self.holds = "0", INITIAL
         self.before: tuple[str, str] | None = None
         self.update: UpdateRecord | None = None
@@ -88,6 +90,7 @@ class FakeReplica:
         weights = WeightsStatus(
             version=self.version,
             digest=self.holds,
+            paused=self.paused,
             rollback_version=None if self.before is None else self.before[0],
             update=self.update,
             history=tuple(self.history),
@@ -126,6 +129,9 @@ class FakeReplica:
             case Relabel(version=version):
                 self.version = version
                 return None
+            case Pause() | Resume():
+                self.paused = isinstance(command, Pause)
+                return {}
             case Checksum():
                 return {"digest": self.holds}
         raise AssertionError(command)

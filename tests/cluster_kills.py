@@ -153,7 +153,7 @@ class Kills:
 
     def _record(self, update: str) -> Any:
         status, body = self.front.call("GET", f"/weights/updates/{update}")
-        return body if status == 200 else {"state": "unknown"}
+        return body if status in (200, 202) else {"state": "unknown"}  # 202: it is under way
 
     def _wait_state(self, update: str, state: str) -> None:
         deadline = time.monotonic() + 60
@@ -178,13 +178,16 @@ class Kills:
     def _kill(self, victim: str, chance: random.Random, other: Front | None) -> Any:
         """End it; what will not be there any more once that is known."""
         ready = [one for one in self.front.weights()["replicas"] if one["pid"]]
+        if victim == "node":  # not the head: without it there is no cluster
+            mortal = {one.node_id for one in self.world.nodes}
+            ready = [one for one in ready if one["node"] in mortal]
         chosen = chance.choice(ready)
         if victim == "worker":
             _end(chosen["pid"])
         elif victim == "replica":
             _end(_parent(chosen["pid"]))
         elif victim == "fleet":
-            pid = fleet_pid()
+            pid = fleet_pid(self.world.address)
             _end(pid)
             return pid
         elif victim == "front":
@@ -202,7 +205,7 @@ class Kills:
             deadline = time.monotonic() + FULL_SECONDS
             while time.monotonic() < deadline:
                 with suppress(AssertionError):
-                    if fleet_pid() != gone:
+                    if fleet_pid(self.world.address) != gone:
                         return
                 time.sleep(0.05)
             raise AssertionError("the fleet's actor did not come back")
@@ -300,14 +303,17 @@ def _parent(pid: int) -> int:
     return int(stat.rsplit(")", 1)[1].split()[1])
 
 
-def fleet_pid() -> int:
-    """Of the fleet's actor, by its process title."""
+def fleet_pid(address: str) -> int:
+    """Of the fleet's actor on the cluster at this address, by its process title and its raylet's words."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes()
+                if not (entry / "cmdline").read_bytes().startswith(b"ray::FleetActor"):
+                    continue
+                variables = dict(word.split("=", 1) for word in (entry / "environ").read_text().split("\0") if word)
+                raylet = Path("/proc") / variables["RAY_RAYLET_PID"] / "cmdline"
+                if address in raylet.read_text():
+                    return int(entry.name)
             except OSError:
                 continue
-            if words.startswith(b"ray::FleetActor"):
-                return int(entry.name)
     raise AssertionError("there is no fleet actor")

@@ -48,12 +48,12 @@ def until_it_starts(start: Callable[[], Any]) -> Any:
 
 
 class World:
-    """The cluster; close it."""
+    """The cluster; close it.  Its head has room for one rank only, so that a node that may die has a replica."""
 
     def __init__(self, nodes: int = 3, cpus: float = 2) -> None:
         os.environ["RAY_DEDUP_LOGS"] = "0"
         be_patient()
-        self.cluster: Any = self._head(cpus)
+        self.cluster: Any = self._head(1)
         self.cpus = cpus
         self.nodes = [self.add_node() for _ in range(nodes - 1)]
         self.fronts: list[Command] = []
@@ -87,26 +87,43 @@ class World:
 
     def close(self) -> None:
         for front in self.fronts:
-            if front.process.poll() is None:
-                front.stop()
+            front.stop()  # also closes what one that has ended has left open
         self.cluster.shutdown()
 
 
 class Front:
     """One front, spoken to over HTTP."""
 
+    command: Command
+    """Unless something else runs it."""
+    key = ""
+    """For the weight routes, where one is needed."""
+
     def __init__(self, command: Command) -> None:
         self.command = command
-        self.url = command.url()
+        self.url = command.url(2 * PATIENCE)  # Ray's processes come before the engines
+
+    @classmethod
+    def at(cls, url: str) -> Front:
+        """A front that something else runs, or will run."""
+        made = cls.__new__(cls)
+        made.url = url
+        return made
 
     def call(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> tuple[int, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
                 raw, status = answer.read(), answer.status
         except urllib.error.HTTPError as error:
             raw, status = error.read(), error.code
+        except (urllib.error.URLError, ConnectionError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if not isinstance(reason, ConnectionError):
+                raise
+            return 0, f"nobody listens: {reason}"
         try:
             return status, json.loads(raw)
         except ValueError:

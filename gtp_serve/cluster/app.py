@@ -61,15 +61,11 @@ class Door:
 door = Door()
 
 
-@serve.deployment(
-    name="gtp-serve-front",
-    health_check_period_s=_HEALTH_SECONDS,
-    max_ongoing_requests=100_000,
-    ray_actor_options={"num_cpus": 0},
-)
-@serve.ingress(door)
 class Front:
     """One front: HTTP in, requests to the fleet.
+
+    What Serve makes of it has another name: this one must be found here by whoever unpickles that, or it would be
+    pickled with everything that its methods name, ``_APPS`` too.
 
     :param args: as ``app`` takes them.
     """
@@ -115,6 +111,14 @@ class Front:
             await self._bringup.client.stop(0)
 
 
+deployment = serve.deployment(
+    name="gtp-serve-front",
+    health_check_period_s=_HEALTH_SECONDS,
+    max_ongoing_requests=100_000,
+    ray_actor_options={"num_cpus": 0},
+)(serve.ingress(door)(Front))
+
+
 def read_args(args: dict[str, Any]) -> tuple[ServeOptions, ClusterOptions]:
     """Arguments of the application: settings of ``serve`` by their names, and the cluster's own.
 
@@ -156,5 +160,5 @@ def app(args: dict[str, Any]) -> serve.Application:
     :raises UsageError: naming what cannot be.
     """
     read_args(args)  # what is wrong shows here, not in a log of a replica's
-    bound: serve.Application = Front.bind(dict(args))  # type: ignore[attr-defined]
+    bound: serve.Application = deployment.bind(dict(args))
     return bound

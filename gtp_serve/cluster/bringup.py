@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +72,7 @@ class ClusterBringup(Bringup):
         """Of a node that a replica can go to: the front's own may have no GPU."""
         with self._phase("join Ray cluster") as say:
             self._dashboard = await asyncio.to_thread(join, self._cluster.address)
+            take_signals_back()
             nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
             gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
             say(f"{len(nodes)} nodes, {gpus:g} GPUs" + (f", dashboard {self._dashboard}" if self._dashboard else ""))
@@ -158,6 +161,22 @@ def join(address: str | None) -> str:
     ray.put(b"")  # the first one imports much, for which nobody should wait who brings weights
     url = str(getattr(context, "dashboard_url", "") or "")
     return f"http://{url}" if url and "://" not in url else url
+
+
+def take_signals_back() -> None:
+    """Have SIGTERM and SIGINT come to Python's handlers again, after joining.  Nothing off the main thread: there the
+    process is one of Ray's own, as a front of Ray Serve's is, and so are its signals.
+
+    Ray puts a handler for crashes behind Python's back, for SIGTERM too: it prints a stack, passes the signal on, and
+    ends the process with SIGABRT three seconds later, in the middle of what is being drained.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handler = signal.getsignal(number)
+        if handler is not None:  # not Python's own to begin with
+            signal.signal(number, handler)
+            signal.siginterrupt(number, False)
 
 
 def _probe(gpus: int) -> Hardware:

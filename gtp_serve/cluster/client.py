@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import ray
 
+from gtp_serve.cluster.awake import SLICE_SECONDS, within
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.front_weights import bundles_of
 from gtp_serve.cluster.link import Link, is_retryable
@@ -67,10 +68,15 @@ class FleetClient:
         self._taking = asyncio.Lock()
         self._router = Router(config.launch.engine.cache.block_size)
         self._rids: dict[str, Link | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._held = 0
         self._keepers: set[asyncio.Task[None]] = set()
         self._on_view: list[Callable[[FleetView], None]] = []
+        self._awake = 0.0
+        """Seconds that this front has run."""
         self._watcher = asyncio.create_task(self._watch())
+        self._counter = asyncio.create_task(self._count())
 
     # -- the fleet -----------------------------------------------------------------------------------
 
@@ -103,20 +109,26 @@ class FleetClient:
         return dict(self._view.facts)
 
     async def _watch(self) -> None:
-        heard = time.monotonic()
+        heard = self._awake
         while True:
             try:
                 call = self._fleet.view.remote(self.front, self._view.serial, self._held, _VIEW_SECONDS)
-                async with asyncio.timeout(_VIEW_SECONDS + self._config.silent_seconds):
-                    raw = await ask("the fleet", call)
+                raw = await within(_VIEW_SECONDS + self._config.silent_seconds, ask("the fleet", call))
                 view = msgspec.msgpack.decode(raw, type=FleetView)
-                heard = time.monotonic()
+                heard = self._awake
                 await self._take(view)
             except (GtpServeError, TimeoutError):
-                if time.monotonic() - heard > _FLEET_SECONDS:
+                if self._awake - heard > _FLEET_SECONDS:
                     self._die(EngineFault("the fleet's actor is gone", code="fleet-failed"))
                     return
                 await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(SLICE_SECONDS)
+            self._awake += SLICE_SECONDS
+            for link in list(self._links.values()):
+                link.note_passed(SLICE_SECONDS)
 
     async def _take(self, view: FleetView) -> None:
         async with self._taking:  # an answer and a long poll bring one each
@@ -172,7 +184,7 @@ class FleetClient:
         self._note_change()
 
     async def stop(self, drain_seconds: float, *, fleet: bool = True) -> None:
-        """End this front's part; with ``fleet``, all replicas too."""
+        """End this front's part, running requests first; with ``fleet``, all replicas too."""
         if self.state != "dead":
             self.state = "stopping"
         if fleet:
@@ -180,10 +192,14 @@ class FleetClient:
                 async with asyncio.timeout(drain_seconds + 15):
                     await ask("the fleet", self._fleet.close.remote(drain_seconds))
         else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drain_seconds):
+                    await self._idle.wait()
             with suppress(GtpServeError, TimeoutError):
                 async with asyncio.timeout(5):
                     await ask("the fleet", self._fleet.leave.remote(self.front))
         self._watcher.cancel()
+        self._counter.cancel()
         for link in self._links.values():
             link.give_up("the server was stopped")
 
@@ -222,12 +238,15 @@ class FleetClient:
         if len(self._rids) >= max(self._view.max_open, 1):
             raise QueueFull(f"{len(self._rids)} requests are running or waiting, which is the limit")
         self._rids[request.rid] = None
+        self._idle.clear()
         try:
             async with aclosing(self._follow(request)) as events:  # closed with this one, not when it is collected
                 async for event in events:
                     yield event
         finally:
             self._rids.pop(request.rid, None)
+            if not self._rids:
+                self._idle.set()
 
     async def _follow(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         came, tried, sent = time.monotonic(), set[str](), 0
@@ -244,6 +263,8 @@ class FleetClient:
                 return
             except QueueFull as error:
                 full = error
+            except ShuttingDown:
+                pass  # that replica only: were it this front, nothing would be chosen
             except EngineFault as error:
                 if sent or not is_retryable(error):
                     raise _broken(error, link, sent) from None
@@ -372,6 +393,13 @@ class FleetClient:
         """
         status = await self.wait_weights(lambda now: any(record.id == update for record in now.history), seconds)
         return next(record for record in status.history if record.id == update)
+
+    async def refresh(self) -> None:
+        """Have the fleet say how things are now: another front may have begun an update a moment ago."""
+        with suppress(GtpServeError, TimeoutError):
+            async with asyncio.timeout(_VIEW_SECONDS):
+                view = await ask("the fleet", self._fleet.view.remote(self.front, -1, self._held, 0.0))
+                await self._take(msgspec.msgpack.decode(view, type=FleetView))
 
 
 _SUMS = tuple(

@@ -7,17 +7,17 @@ take a request, drains those that are too many.  Knows nothing of Ray: a ``Launc
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from gtp_serve.cluster.autoscale import Autoscaler
+from gtp_serve.cluster.awake import AwakeClock, within
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.control import carry_out
 from gtp_serve.cluster.journal import Journal
-from gtp_serve.cluster.member import Member, Port, ReplicaLost, ReplicaUnreachable
+from gtp_serve.cluster.member import Member, Nowhere, Port, ReplicaLost, ReplicaUnreachable
 from gtp_serve.cluster.settings import FleetConfig
 from gtp_serve.cluster.states import FleetStatus, FleetView, ReplicaStatus
 from gtp_serve.cluster.versions import Versions
@@ -26,6 +26,7 @@ from gtp_serve.refit.orders import Control, Pause, Resume
 
 FRONT_SECONDS = 20.0
 """A front that has not asked for so long is gone."""
+_STALLED_AGAIN_SECONDS = 5.0
 
 
 class Launcher(Protocol):
@@ -50,12 +51,13 @@ class Fleet:
         launcher: Launcher,
         *,
         log: Callable[[str, dict[str, Any]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         config.scale.check()
         self.over = asyncio.Event()
         """Set when nobody has asked for so long that the fleet has ended itself."""
-        self._config, self._journal, self._launcher, self._log, self._clock = config, journal, launcher, log, clock
+        self._config, self._journal, self._launcher, self._log = config, journal, launcher, log
+        self._clock = clock or AwakeClock()
         self._members: list[Member] = []
         self._scaler = Autoscaler(config.scale)
         self._fronts: dict[str, tuple[float, int]] = {}
@@ -65,7 +67,7 @@ class Fleet:
         self._failures = 0
         self._failed_at = 0.0
         self._fault = ""
-        self._last_front = clock()
+        self._last_front = self._clock()
         self._paused: Pause | None = None
         self._closing = False
         self._loop: asyncio.Task[None] | None = None
@@ -90,6 +92,10 @@ class Fleet:
         """Take over what an earlier life has left, then go on."""
         await asyncio.gather(*(self._adopt(name) for name in self._journal.memory.replicas))
         await self.versions.recover()
+        if any(member.status.weights.paused for member in self._members):
+            self._paused = Pause()
+        # Whoever asks first is not told that nobody is ready, which would hardly be true.
+        await asyncio.gather(*(self._look_again(member) for member in self._members))
         for member in self._members:
             self._mind(member)
         self._loop = asyncio.create_task(self._run())
@@ -117,8 +123,7 @@ class Fleet:
             if port is None:
                 self._forget(name)
                 return
-            async with asyncio.timeout(self._config.silent_seconds):
-                status = await port.status()
+            status = await within(self._config.silent_seconds, port.status())
             member = Member(name=name, port=port, status=status, adopted=True, heard=self._clock())
             member.state = "behind" if status.engine == "ready" else "starting"
             self._members.append(member)
@@ -126,6 +131,12 @@ class Fleet:
         if port is not None:
             port.kill()
         self._forget(name)
+
+    async def _look_again(self, member: Member) -> None:
+        """At a replica that was taken over; what is the matter with one shows when it is minded."""
+        with suppress(GtpServeError, TimeoutError):
+            if member.alive and self.versions.late.is_current(member):
+                await self._serve_on(member)
 
     async def _run(self) -> None:
         while True:
@@ -180,7 +191,7 @@ class Fleet:
         name = f"replica-{memory.next_replica}"
         # Known before it exists: a fleet that starts again finds it.
         self._journal.write(replicas=(*memory.replicas, name), next_replica=memory.next_replica + 1)
-        member = Member(name=name, port=_Nowhere(), status=ReplicaStatus(name=name), heard=self._clock())
+        member = Member(name=name, port=Nowhere(), status=ReplicaStatus(name=name), heard=self._clock())
         self._members.append(member)
         self._mind(member)
         self._log("replica", {"replica": name, "state": "starting"})
@@ -211,7 +222,7 @@ class Fleet:
 
     async def _bring_up(self, member: Member) -> None:
         async with asyncio.timeout(self._config.start_seconds):
-            if isinstance(member.port, _Nowhere):
+            if isinstance(member.port, Nowhere):
                 member.port = await self._launcher.launch(member.name)
             member.status = await member.port.start()
         self.versions.found_first(member.status.weights.version)
@@ -220,15 +231,14 @@ class Fleet:
 
     async def _serve_on(self, member: Member) -> None:
         try:
-            async with asyncio.timeout(self._config.silent_seconds):
-                status = await member.port.status()
+            status = await within(self._config.silent_seconds, member.port.status())
         except ReplicaUnreachable:
             if self._clock() - member.heard > self._config.silent_seconds:
                 raise
             return  # a break in the network must not cost a replica that takes minutes to load
         changed = status != member.status
         member.status, member.heard = status, self._clock()
-        self._check(status)
+        self._check(member)
         if member.state == "ready" and self._is_behind(member):
             member.state, member.reason, changed = "behind", "it does not serve the committed version", True
         if member.state == "behind" and await self.versions.late.bring(member):
@@ -246,17 +256,23 @@ class Fleet:
             return False  # who has not committed when that is over is told so
         return not self.versions.late.is_current(member)
 
-    def _check(self, status: ReplicaStatus) -> None:
+    def _check(self, member: Member) -> None:
         """Whether it makes progress.
 
         :raises ReplicaLost: it does not.
         """
+        status = member.status
         if status.engine == "dead":
             raise ReplicaLost(status.fault or "its engine has ended")
         weights = status.weights
         held = weights.paused or weights.torn or (weights.update is not None and weights.update.memory == "inplace")
         age = status.stats.last_step_age_seconds
-        if age > self._config.stalled_seconds and not held:
+        if age <= self._config.stalled_seconds or held:
+            member.stalled = None
+            return
+        # Looked at again after a while: one whose machine was paused has made no step either, and goes on now.
+        member.stalled = self._clock() if member.stalled is None else member.stalled
+        if self._clock() - member.stalled >= _STALLED_AGAIN_SECONDS:
             raise ReplicaLost(f"its engine has made no step for {age:.0f} s though it has work", code="stalled")
 
     def _lose(self, member: Member, reason: str, served: bool) -> None:
@@ -383,19 +399,6 @@ class Fleet:
             self._paused = None
         self.note_change()
         return answer
-
-
-class _Nowhere:
-    """The port of a replica that has no process yet."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "kill":
-            return lambda: None
-
-        async def lost(*_: object, **__: object) -> Any:
-            raise ReplicaLost("it has not started yet")
-
-        return lost
 
 
 async def _quietly(call: Coroutine[Any, Any, None]) -> None:

@@ -39,6 +39,7 @@ class Link:
         self._streams: dict[str, asyncio.Queue[_Item]] = {}
         self._lost_at = 0.0
         self._outgoing: list[Down] = []
+        self._quiet = 0.0
         self._listener = asyncio.create_task(self._listen())
 
     @property
@@ -87,6 +88,12 @@ class Link:
         if rid in self._streams:
             self._send(Abort(rids=(rid,)))
 
+    def note_passed(self, seconds: float) -> None:
+        """This front has run for so many seconds more; a replica that was silent for too many of them is given up."""
+        self._quiet += seconds
+        if self._quiet > self._silent:
+            self.give_up(f"it has said nothing for {self._silent:g} s")
+
     def give_up(self, reason: str) -> None:
         """It is of no use any more; may be called again."""
         if self.lost:
@@ -119,14 +126,12 @@ class Link:
         try:
             frames = self._actor.listen.options(num_returns="streaming").remote(self._front)
             while True:
-                async with asyncio.timeout(self._silent):
-                    frame = await (await anext(frames))
+                frame = await (await anext(frames))
+                self._quiet = 0.0
                 for message in unpack_up(frame):
                     self._handle(message)
         except asyncio.CancelledError:
             raise
-        except TimeoutError:
-            self.give_up(f"it has said nothing for {self._silent:g} s")
         except StopAsyncIteration:
             self.give_up("it listens to this front no more")
         except RayError as error:

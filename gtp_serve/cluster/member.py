@@ -90,6 +90,8 @@ class Member:
     adopted: bool = False
     heard: float = 0.0
     """When it last said something, by the fleet's clock."""
+    stalled: float | None = None
+    """Since when it has work and makes no step, by the fleet's clock."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     catching_up: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
@@ -115,3 +117,16 @@ class Member:
             kv_blocks_total=stats.kv_blocks_total,
             reason=self.reason,
         )
+
+
+class Nowhere:
+    """The port of a replica that has no process yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kill":
+            return lambda: None
+
+        async def lost(*_: object, **__: object) -> Any:
+            raise ReplicaLost("it has not started yet")
+
+        return lost

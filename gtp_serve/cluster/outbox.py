@@ -19,6 +19,11 @@ class Outbox:
         self._there = asyncio.Event()
         self._told: Stats | None = None
 
+    @property
+    def empty(self) -> bool:
+        """All has been taken."""
+        return not self._messages and not self._events
+
     def put(self, message: Up) -> None:
         """To be sent."""
         self._flush()

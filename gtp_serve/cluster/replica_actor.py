@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -37,6 +37,10 @@ from gtp_serve.server.launch import launch_argv
 
 BEAT_SECONDS = 1.0
 _LEASE_LOOK_SECONDS = 1.0
+_TELL_SECONDS = 2.0
+"""Until a front that takes nothing counts as gone."""
+_ON_THE_WAY_SECONDS = 0.3
+"""For a frame that was handed to Ray to leave this process."""
 
 
 class Replica:
@@ -51,7 +55,8 @@ class Replica:
         self._starting: asyncio.Task[EngineClient] | None = None
         self._boxes: dict[str, Outbox] = {}
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._asked = time.monotonic()
+        self._unasked = 0.0
+        """Seconds that this process has run since the fleet last asked."""
         self._doing = "starting"
         threading.Thread(target=self._watch_lease, name="watch-lease", daemon=True).start()
         self._keepers: set[asyncio.Task[None]] = set()
@@ -77,7 +82,7 @@ class Replica:
 
     async def status(self) -> bytes:
         """How it is; whoever asks is the fleet."""
-        self._asked = time.monotonic()
+        self._unasked = 0.0
         client = self._client
         status = ReplicaStatus(name=self._name, node=ray.get_runtime_context().get_node_id(), address=self._address)
         if client is not None:
@@ -97,14 +102,24 @@ class Replica:
         """Let running requests end for so long, then end the engine."""
         if self._client is not None:
             await self._client.stop(drain_seconds)
+        await self._until_told()
         self._ranks.stop()
+
+    async def _until_told(self) -> None:
+        """Fronts have the last tokens of what was drained: this process may be killed right after."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_SECONDS):
+                while self._running or not all(box.empty for box in self._boxes.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # there is no event for a front that is gone
+        await asyncio.sleep(_ON_THE_WAY_SECONDS)
 
     def _watch_lease(self) -> None:
         pause = threading.Event()
         while not pause.wait(_LEASE_LOOK_SECONDS):
             starting = self._client is None or self._client.state == "starting"
             patience = self._config.lease_seconds + (self._config.start_seconds if starting else 0.0)
-            if time.monotonic() - self._asked > patience:
+            self._unasked += _LEASE_LOOK_SECONDS
+            if self._unasked > patience:
                 break
         print(f"{self._name}: no fleet has asked for too long, ending", file=sys.stderr, flush=True)
         os._exit(0)
@@ -118,6 +133,7 @@ class Replica:
 
     async def listen(self, front: str) -> AsyncGenerator[bytes, None]:
         """All that comes of a front's requests, until the front or this actor is gone."""
+        await self.forget(front)  # it has given this replica up before, and all that it had asked for with it
         box = self._boxes[front] = Outbox()
         while self._boxes.get(front) is box:
             yield pack(await box.take(BEAT_SECONDS, Stats(stats=self._engine().stats())))

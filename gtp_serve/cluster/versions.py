@@ -3,8 +3,7 @@
     begin -> preparing --all verified--> verified --wish--> DECIDED (in the journal) -> committed everywhere
                   `--any doubt--> aborted, the old version serves on     `--a replica missed it: behind -> catches up
 
-What is not in the journal has not happened: a fleet that starts again drops prepared updates and carries out decided
-ones.  The trainer's bytes go to one replica each and from there to the others.  Knows replicas by ``Port`` only.
+The trainer's bytes go to one replica each and from there to the others.  Knows replicas by ``Port`` only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from msgspec.structs import replace
 
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.catch_up import EMPTY, CatchUp
-from gtp_serve.cluster.journal import Decision, Journal
+from gtp_serve.cluster.decisions import Decisions, Outcome
+from gtp_serve.cluster.journal import Journal
 from gtp_serve.cluster.member import Member, ReplicaLost
 from gtp_serve.cluster.prepare import Preparation, Run, begin_at
 from gtp_serve.errors import EngineFault, GtpServeError, NotReady, UnknownUpdate, UpdateFailed, UpdateRefused
@@ -31,8 +31,6 @@ from gtp_serve.refit.admission import check_request
 from gtp_serve.refit.orders import (
     AbortUpdate,
     Begin,
-    Commit,
-    DiskOrder,
     EndFeed,
     FedOrder,
     Feed,
@@ -73,7 +71,6 @@ class Versions:
         self._members = members
         self._journal = journal
         self._seconds = deadline_seconds
-        self._rolling = rolling
         self._on_change = on_change
         self._log = log
         self._wall = wall
@@ -83,6 +80,9 @@ class Versions:
         self.late = CatchUp(members, journal, lambda: "" if self.current is None else self.current.record.id, log)
         """Brings replicas to the committed version."""
         self._preparation = Preparation(rolling=rolling)
+        self._decisions = Decisions(
+            members, journal, self.late, rolling=rolling, on_change=lambda: self._on_change(), log=log, wall=wall
+        )
         self._group = ""
         """The replica that has joined a trainer's group."""
 
@@ -319,85 +319,12 @@ class Versions:
 
     async def _decide_safely(self, run: Run) -> None:
         try:
-            await self._decide(run)
+            outcome = await self._decisions.decide(run)
+            self.current = None
+            self._write(outcome)
+            self._note_end(outcome.record)
         except Exception as error:  # the journal could not be written, or a bug: nobody must wait for ever
             await self._give_up(run, _told(error))
-
-    async def _decide(self, run: Run) -> None:
-        record, before = run.record, self._journal.memory
-        decision = Decision(
-            update=record.id,
-            version=record.version,
-            in_flight=record.in_flight,
-            roll_back=record.kind == "rollback",
-            kind=record.kind,
-            content=run.content,
-            base=before.committed,
-            base_initial=before.initial,
-            base_disk=before.disk,
-        )
-        order = run.request.order
-        disk = order if isinstance(order, DiskOrder) else None
-        self._journal.write(committed=record.version, deciding=decision, initial=False, disk=disk)
-        run.decided = True
-        self._on_change()
-        done = await self._carry_out(decision, run.participants)
-        if not done and not self._is_served(record.version):
-            self._undo(decision, run.record, run.content)
-            return
-        ends = [ended for _, ended in done]
-        self._labels.set_live(record.version)
-        for member in self._members():
-            if member.state == "ready" and member.version != record.version and not self._rolling:
-                self._fall_behind(member, "it missed the last update")
-        if self._rolling:
-            for member in list(self._members()):
-                if member.state == "ready" and member.version != record.version:
-                    await self._roll(member)
-        seconds = {**run.record.seconds, "total": time.monotonic() - run.began}
-        record = replace(
-            run.record,
-            state="committed",
-            seconds=seconds,
-            stall_seconds=max((ended.stall_seconds for ended in ends), default=0.0),
-            digest=next((ended.digest for ended in ends), ""),
-        )
-        labels = (*self._journal.memory.labels, record.version)[-_LABELS_KEPT:]
-        self._end(run, record, deciding=None, labels=labels)
-
-    async def _roll(self, member: Member) -> None:
-        """The next replica of a rolling update; the fleet looks after one that does not get there."""
-        self._fall_behind(member, "it is its turn in a rolling update")
-        with suppress(GtpServeError):
-            if await self.late.bring(member):
-                member.state, member.reason = "ready", ""
-        self._on_change()
-
-    async def _carry_out(self, decision: Decision, members: Sequence[Member]) -> list[tuple[Member, UpdateRecord]]:
-        """Commit; those that have, with their records."""
-        results = await asyncio.gather(*(self._commit_at(decision, one) for one in members), return_exceptions=True)
-        done: list[tuple[Member, UpdateRecord]] = []
-        for member, result in zip(members, results, strict=True):
-            if isinstance(result, UpdateRecord):
-                done.append((member, result))
-            elif isinstance(result, ReplicaLost):
-                self._log("replica-lost", {"replica": member.name, "while": "committing"})
-            else:
-                self._log("commit-missed", {"replica": member.name, "error": str(result)})
-        return done
-
-    async def _commit_at(self, decision: Decision, member: Member) -> UpdateRecord:
-        if decision.roll_back:
-            body = await member.port.control(RollBack(in_flight=decision.in_flight))
-            record = msgspec.convert(body, UpdateRecord)
-        else:
-            await member.port.control(Commit(id=decision.update))
-            record = await member.port.settled(decision.update, ended=True)
-        if record.state != "committed":
-            raise UpdateFailed(record.message, record.details, code=record.code or None)
-        member.version, member.fresh = decision.version, False
-        self._on_change()
-        return record
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -412,20 +339,25 @@ class Versions:
         await asyncio.gather(*(member.port.control(order) for member in members), return_exceptions=True)
         await asyncio.gather(*(member.port.release() for member in members), return_exceptions=True)
 
-    def _end(self, run: Run, record: UpdateRecord, **changes: object) -> None:
-        record = replace(record, host="", port=0)
+    def _end(self, run: Run, record: UpdateRecord) -> None:
         self.current = None
-        self._journal.end(record, run.content, **changes)
+        self._write(Outcome(record=record, content=run.content))
+        self._note_end(record)
+
+    def _note_end(self, record: UpdateRecord) -> None:
         self._on_change()
         self._log(
             "weights", {"update": record.id, "version": record.version, "state": record.state, "code": record.code}
         )
 
-    # -- after a restart -----------------------------------------------------------------------------
+    def _write(self, outcome: Outcome) -> None:
+        record, changes = replace(outcome.record, host="", port=0), outcome.changes
+        if record.state == "committed":
+            self._labels.set_live(record.version)
+            changes = {**changes, "labels": (*self._journal.memory.labels, record.version)[-_LABELS_KEPT:]}
+        self._journal.end(record, outcome.content, **changes)
 
-    def _fall_behind(self, member: Member, reason: str) -> None:
-        member.state, member.reason = "behind", reason
-        self._on_change()
+    # -- after a restart -----------------------------------------------------------------------------
 
     async def recover(self) -> None:
         """Carry out what was decided, drop what was not."""
@@ -438,57 +370,13 @@ class Versions:
                 why = "the fleet's own process ended before it was decided"
                 self._journal.end(replace(pending, state="aborted", code="fleet-restarted", message=why), "")
             return
-        for member in alive:
-            if member.status.weights.version == decision.version:
-                member.version, member.fresh = decision.version, False
-        holders = [member for member in alive if not member.version and _holds(member, decision)]
-        await self._carry_out(decision, holders)
-        record = UpdateRecord(
-            id=decision.update,
-            version=decision.version,
-            base=decision.base,
-            state="committed",
-            kind="rollback" if decision.roll_back else decision.kind,
-            in_flight=decision.in_flight,
-            began=self._wall(),
-        )
-        if not self._is_served(decision.version):
-            self._undo(decision, record, decision.content)
-            return
-        self._labels.set_live(decision.version)
-        labels = (*self._journal.memory.labels, decision.version)[-_LABELS_KEPT:]
-        self._journal.end(record, decision.content, deciding=None, labels=labels)
-        self._on_change()
-
-    def _is_served(self, version: str) -> bool:
-        """Whether any replica has come to it: one that was started meanwhile may have taken it from the disk."""
-        return any(member.alive and member.version == version for member in self._members())
-
-    def _undo(self, decision: Decision, record: UpdateRecord, content: str) -> None:
-        """Nobody serves it and nobody was told that it would be: the version before goes on."""
-        failed = replace(record, state="aborted", code="replica-lost", message="no replica could commit it", details=())
-        self.current = None
-        self._journal.end(
-            failed,
-            content,
-            deciding=None,
-            committed=decision.base,
-            initial=decision.base_initial,
-            disk=decision.base_disk,
-        )
+        self._write(await self._decisions.recover(decision))
         self._on_change()
 
 
 def _plain(request: UpdateRequest) -> UpdateRequest:
     """What an update is, without where a front has its bytes."""
     return replace(request, order=EMPTY) if isinstance(request.order, MemoryOrder) else request
-
-
-def _holds(member: Member, decision: Decision) -> bool:
-    if decision.roll_back:
-        return member.status.weights.rollback_version == decision.version
-    update = member.status.weights.update
-    return update is not None and update.id == decision.update and update.state == "verified"
 
 
 def _told(error: Exception) -> GtpServeError:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from checkpoint_files import SMALL, random_tensors, write_hf
 from cluster_kills import Kills
 from cluster_world import PATIENCE, Front, World
 from safetensors.torch import save_file
+from serve_command import Command
 
 from gtp_serve.layout.huggingface import stored_name
+from gtp_serve.loaders.checkpoint import open_checkpoint
 from gtp_serve.refit import Publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
@@ -76,13 +80,17 @@ def next_version(front: Front) -> str:
     return str(max(int(version.partition("+")[0]) for version in used) + 1)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
 def many(front: Front) -> list[Any]:
     with ThreadPoolExecutor(16) as pool:
         jobs = [pool.submit(front.generate, [3, index % 20 + 1, 7, index % 5 + 1], 12) for index in range(64)]
         return [job.result()["output_ids"] for job in jobs]
 
 
-@long
 def test_every_route_answers_as_on_one_machine(fleet: Front) -> None:
     assert fleet.get("/ready") == {"status": "ready"}
     assert fleet.get("/health")["status"] == "healthy"
@@ -212,29 +220,113 @@ def test_the_grpo_example_closes_the_loop_on_ray(world: World, fleet: Front, fol
 
 
 @long
-def test_a_batch_is_resumed_where_it_was_cut(world: World, fleet: Front, tmp_path: Path) -> None:
-    rows = [{"input_ids": [3, 7, number % 20 + 1]} for number in range(20)] + [{"nothing": 1}]
+def test_a_batch_that_was_killed_goes_on_where_it_was_cut(world: World, fleet: Front, tmp_path: Path) -> None:
+    rows = [{"input_ids": [3, 7, number % 20 + 1]} for number in range(60)] + [{"nothing": 1}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    out.mkdir()
-    done = {"id": "prompts.jsonl:4", "output_ids": [1], "sample": 0}
-    (out / "part-before.jsonl").write_text(json.dumps(done) + "\n")
-    words = ["--in", str(tmp_path / "prompts.jsonl"), "--out", str(out), "--address", world.address, "--batch", "8"]
-    words += ["--max-new-tokens", "5", "--temperature", "0", "--workers", "1", "--quiet"]
+    words = ["--in", str(tmp_path / "prompts.jsonl"), "--out", str(out), "--address", world.address, "--batch", "4"]
+    words += ["--max-new-tokens", "48", "--temperature", "0", "--workers", "1", "--quiet"]
+    command = [sys.executable, "-m", "gtp_serve.cluster.batch", *words]
 
-    def run() -> Any:
-        command = [sys.executable, "-m", "gtp_serve.cluster.batch", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return json.loads(ended.stdout.splitlines()[-1])
+    def written() -> list[Any]:
+        return [json.loads(line) for part in out.glob("part-*.jsonl") for line in part.read_text().splitlines()]
 
-    assert run() == {"rows": 20, "before": 1, "tokens": 95, "refused": 1}
-    lines = [json.loads(line) for part in out.glob("part-*.jsonl") for line in part.read_text().splitlines()]
-    assert sorted(line["id"] for line in lines) == sorted(f"prompts.jsonl:{number}" for number in range(21))
-    line = next(line for line in lines if line["id"] == "prompts.jsonl:7")
-    assert line["output_ids"] == fleet.generate([3, 7, 8], 5)["output_ids"]
-    assert len(line["logprobs"]) == 5
-    assert line["weight_versions"] == [[fleet.weights()["version"], "0", "5"]]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE
+    while len(written()) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    before = len(written())
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    done = json.loads(ended.stdout.splitlines()[-1])
+
+    assert 8 <= before < 61
+    assert before <= done["before"] <= before + 4  # a part that was on its way may still have been finished
+    assert done["rows"] + done["before"] == 61
+    lines = written()
+    assert sorted(line["id"] for line in lines) == sorted(f"prompts.jsonl:{number}" for number in range(61))
+    assert [line["id"] for line in lines if line["error"]] == ["prompts.jsonl:60"]
+    line = next(line for line in lines if line["id"] == "prompts.jsonl:47")
+    assert line["output_ids"] == fleet.generate([3, 7, 8], 48)["output_ids"]
+    assert len(line["logprobs"]) == 48
+    assert line["weight_versions"] == [[fleet.weights()["version"], "0", "48"]]
+
+
+@long
+def test_smollm2_on_two_replicas_answers_as_on_one_and_takes_one_copy(world: World, demo_dir: Path) -> None:
+    options = ["--ckpt", str(demo_dir / "megatron"), "--tokenizer", str(demo_dir / "hf"), "--kv-memory", "256MiB"]
+    texts = [f"{number} things to know about the {thing}:" for number in range(16) for thing in ("sea", "sun")]
+
+    def answers(front: Front) -> list[Any]:
+        sampling = {"max_new_tokens": 24, "temperature": 0}
+        with ThreadPoolExecutor(32) as pool:
+            bodies = [{"text": text, "sampling_params": sampling} for text in texts for _ in range(2)]
+            return [reply["text"] for reply in pool.map(lambda body: front.post("/generate", body), bodies)]
+
+    one = Command(*options, "--port", "0", "--device", "cpu", "--threads", "1")
+    try:
+        expected = answers(Front(one))
+    finally:
+        one.stop()
+    front = world.front(demo_dir / "megatron", *options[2:], "--replicas", "2", "--fleet", "smollm")
+    try:
+        front.until(lambda body: [each["state"] for each in body["replicas"]] == ["ready", "ready"])
+        assert answers(front) == expected
+        each = front.call("GET", "/metrics")[1].splitlines()
+        counted = [line for line in each if line.startswith("gtp_serve_replica_generation_tokens_total{")]
+        assert len(counted) == 2
+        assert all(float(line.rpartition(" ")[2]) > 64 * 24 / 5 for line in counted)  # both have worked
+
+        with closing(open_checkpoint(demo_dir / "hf")) as checkpoint:
+            tensors = {name: tensor * 1.5 for name, tensor in checkpoint.tensors()}
+            report = Publisher(front.url, transport="http").push(tensors, "1")
+        assert report.sent_bytes / sum(tensor.nbytes for tensor in tensors.values()) <= 1.001
+        assert set(front.get("/weights/checksum")["replicas"].values()) == {report.digest}
+        assert answers(front) != expected
+    finally:
+        front.command.process.send_signal(signal.SIGTERM)
+        assert front.command.end()[0] == 0
+
+
+@long
+def test_ray_serve_runs_the_example_as_an_application(world: World, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("key-of-this-test\n")
+    key.chmod(0o600)
+    port = free_port()
+    file = tmp_path / "serve.yaml"
+    text = (TESTS.parent / "deploy" / "ray-serve.yaml").read_text()
+    for old, new in {
+        "/etc/gtp-serve/admin-key": str(key),
+        "/shared/ckpts/my-run": str(folders[0]),
+        "port: 8000": f"port: {port}",
+        "tp: 2": "fleet: served\n      tp: 1\n      no_tokenizer: true\n      device: cpu\n      kv_memory: 8MiB",
+        "max_replicas: 8": "max_replicas: 2",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    command = [str(Path(sys.executable).with_name("serve")), "run", "--address", world.address, str(file)]
+    with (tmp_path / "log").open("w") as log:
+        running = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        front = Front.at(f"http://127.0.0.1:{port}")
+        front.key = key.read_text().strip()
+        front.until(lambda body: [one["state"] for one in body["replicas"]] == ["ready", "ready"], 3 * PATIENCE)
+        before = front.generate([3, 7, 11])
+        assert before["meta_info"]["weight_version"] == "0"
+        stranger = Front.at(front.url)
+        assert stranger.call("POST", "/weights/updates", {"version": "1"})[0] == 401  # the file names a key
+        Publisher(front.url, key=front.key, transport="http").push(weights(7), "1")
+        after = front.generate([3, 7, 11])
+        assert after["meta_info"]["weight_version"] == "1"
+        assert after["output_ids"] != before["output_ids"]
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.wait(PATIENCE)
 
 
 @long
@@ -256,3 +348,5 @@ def test_a_front_that_ends_leaves_no_replica_behind(world: World, fleet: Front) 
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    said = [line["text"] for line in fleet.command.lines if line["event"] == "other"]
+    assert not [line for line in said if "SIGTERM received" in line]  # by Ray, which then aborts within 3 seconds

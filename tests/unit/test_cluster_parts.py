@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import random
 import runpy
+import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +225,9 @@ def test_bundles_hold_every_byte_once_and_verify_when_they_are_read() -> None:
         for index, shard in enumerate(read.shards()):
             assert bytes(read.read(index)) == source.arrays[int(shard.key[1:])].tobytes()
         elsewhere = MemoryOrder(segments=(), shards=stored, elsewhere={1: (memory.segment(),)})
-        assert bytes(MemorySource(elsewhere, rank=1).read(0)) == source.arrays[0].tobytes()
+        other = MemorySource(elsewhere, rank=1)
+        assert bytes(other.read(0)) == source.arrays[0].tobytes()
+        other.close()
         again = pack_stored(read._segments[0].view, stored, lambda data: data.copy(), size=BUNDLE_BYTES)
         read.close()
     assert [one.digest for one in again[0].shards] == [one.digest for one in stored]
@@ -339,6 +345,8 @@ def test_the_ingress_that_serve_pickles_finds_the_process_own_application(monkey
     async def application(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["path"])
 
+    ingress = cloudpickle.loads(cloudpickle.dumps(app.deployment.func_or_class))  # type: ignore[no-untyped-call]
+    assert app.Front in ingress.__mro__  # not a copy of it, whose application the door would not see
     copy = cloudpickle.loads(cloudpickle.dumps(app.door))  # type: ignore[no-untyped-call]
     monkeypatch.setattr(app, "_APPS", [application])
     asyncio.run(copy({"type": "http", "path": "/ready", "root_path": "/x"}, None, None))
@@ -346,16 +354,35 @@ def test_the_ingress_that_serve_pickles_finds_the_process_own_application(monkey
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_examples_trainer_can_be_sent_to_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_is_ours_again_after_something_in_c_has_taken_it() -> None:
+    from gtp_serve.cluster.bringup import take_signals_back
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 1)  # SIG_IGN, which Python does not hear of
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not heard
+        take_signals_back()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(take_signals_back).result()  # as in an actor of Ray Serve's: they are not ours there
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_trainer_can_be_sent_to_an_actor() -> None:
     """As Ray sends it when the example is run as a script: by value, with all that its methods name."""
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "grpo_ray.py"), run_name="__main__example")
     assert "torch.distributed.config" in sys.modules  # the module that cannot be pickled is there to be found
-    monkeypatch.setitem(sys.modules, "__main__example", None)
 
     assert b"policy_loss" in cloudpickle.dumps(example["Trainer"])
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_serves_arguments_are_the_commands() -> None:
     from gtp_serve.cluster.app import read_args
 

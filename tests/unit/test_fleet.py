@@ -21,7 +21,9 @@ from gtp_serve.refit.orders import (
     DiskOrder,
     MemoryOrder,
     Order,
+    Pause,
     Relabel,
+    Resume,
     RollBack,
     UpdateRecord,
     UpdateRequest,
@@ -279,10 +281,29 @@ def test_a_fleet_that_starts_again_finds_its_replicas_and_records() -> None:
         await stop_tasks(fleet)
         again = world.fleet()
         await again.open()
-        await ready(again, 2)
+        assert [one.state for one in again.now().status.replicas] == ["ready", "ready"]  # as soon as it can be asked
         assert set(world.replicas) == {"replica-1", "replica-2"}  # none was started anew
         assert again.versions.record("u1")[0] == record
         assert again.now().status.version == "1"
+        await again.close(0)
+
+    asyncio.run(play())
+
+
+def test_a_fleet_that_starts_again_knows_that_it_was_paused() -> None:
+    async def play() -> None:
+        world = FakeWorld(replicas=2)
+        fleet = world.fleet()
+        await fleet.open()
+        await ready(fleet, 2)
+        await fleet.control(Pause(), None)
+        await stop_tasks(fleet)
+        again = world.fleet()
+        await again.open()
+        assert again.now().status.paused
+        await again.control(Resume(), None)
+        assert not again.now().status.paused
+        assert [one.paused for one in world.replicas.values()] == [False, False]
         await again.close(0)
 
     asyncio.run(play())

@@ -13,9 +13,12 @@ from cluster_fakes import fake_config
 
 from gtp_serve.cluster.client import FleetClient
 from gtp_serve.cluster.member import ReplicaLost
+from gtp_serve.cluster.replica_actor import Replica
 from gtp_serve.cluster.states import FleetStatus, FleetView, ReplicaView
-from gtp_serve.engine.messages import EngineStats
-from gtp_serve.errors import EngineFault, GtpServeError, NotReady, QueueFull, RequestRejected
+from gtp_serve.cluster.wire import pack
+from gtp_serve.engine.messages import EngineStats, Submit
+from gtp_serve.errors import EngineFault, GtpServeError, NotReady, QueueFull, RequestRejected, ShuttingDown
+from gtp_serve.refit.orders import UpdateRecord
 from gtp_serve.request import FinishReason, Request, SamplingParams, TokenEvent
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, when it is imported
@@ -36,6 +39,9 @@ class FakeLink:
         self.asked.append(request)
         try:
             for token in range(self.tokens):
+                await asyncio.sleep(0)
+                if self.lost:
+                    raise ReplicaLost(self.lost)
                 last = token == self.tokens - 1 and self.end is None
                 finish = FinishReason(type="length") if last else None
                 yield TokenEvent(rid=request.rid, token_ids=(token,), finish=finish)
@@ -118,7 +124,15 @@ def test_a_reader_that_leaves_closes_the_replicas_stream_at_once() -> None:
     run(story, link)
 
 
-@pytest.mark.parametrize("end", [ReplicaLost("gone"), EngineFault("died", code="worker-died"), QueueFull("full")])
+@pytest.mark.parametrize(
+    "end",
+    [
+        ReplicaLost("gone"),
+        EngineFault("died", code="worker-died"),
+        QueueFull("full"),
+        ShuttingDown("it is drained, and this front has not heard of it yet"),
+    ],
+)
 def test_before_its_first_token_a_request_goes_on_elsewhere(end: GtpServeError) -> None:
     bad, good = FakeLink("a", 0, end), FakeLink("b")
     good.load = 3  # so that the other is tried first
@@ -173,6 +187,72 @@ def test_a_request_waits_for_a_replica_no_longer_than_it_may() -> None:
         assert (client._held, client._rids) == (0, {})
 
     run(story, FakeLink("a"), versions="0")
+
+
+def test_a_front_that_ends_and_leaves_the_replicas_lets_its_requests_end_first() -> None:
+    link = FakeLink("a", 50)
+
+    async def story(client: FleetClient) -> None:
+        asked = asyncio.create_task(tokens_of(client, request()))
+        while not link.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await client.stop(30, fleet=False)
+        assert await asked == list(range(50))
+        with pytest.raises(ShuttingDown):
+            await tokens_of(client, request("late"))
+
+    run(story, link)
+
+
+def test_what_another_front_has_begun_is_known_after_a_refresh() -> None:
+    async def story(client: FleetClient) -> None:
+        begun = UpdateRecord(id="u", version="2", base="1", state="staging", kind="disk")
+        fleet: Any = client._fleet
+        fleet._view = msgspec.structs.replace(
+            fleet._view, serial=2, status=msgspec.structs.replace(fleet._view.status, update=begun)
+        )
+        assert client.weights.update is None
+        await client.refresh()
+        assert client.weights.update == begun
+
+    run(story, FakeLink("a"))
+
+
+class FakeEngine:
+    """An engine whose requests never end."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.running))
+
+    async def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        self.running.add(request.rid)
+        try:
+            await asyncio.sleep(60)
+            yield TokenEvent(rid=request.rid, token_ids=(1,))
+        finally:
+            self.running.discard(request.rid)
+
+
+def test_a_front_that_listens_again_leaves_none_of_its_old_requests_running() -> None:
+    async def story() -> None:
+        replica = Replica.__new__(Replica)  # without Ray
+        engine = FakeEngine()
+        replica._name, replica._boxes, replica._running = "a", {}, {}
+        replica._client = engine  # type: ignore[assignment]
+        for rid in ("first", "second"):
+            frames = replica.listen("front")
+            await anext(frames)
+            await replica.send("front", pack([Submit(requests=(request(rid),))]))
+            await replica.send("other", pack([Submit(requests=(request("others"),))]))
+            await asyncio.sleep(0.01)
+            assert engine.running == {f"front/{rid}", "other/others"}
+        await replica.forget("front")
+        await replica.forget("other")
+
+    asyncio.run(story())
 
 
 def test_names_are_not_used_twice_at_a_time_and_there_is_a_limit() -> None:
