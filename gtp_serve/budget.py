@@ -85,12 +85,13 @@ def plan_memory(model: ModelConfig, tensors: Mapping[str, Shape], options: Memor
     """Settle every "auto" of the engine against the memory of this machine.
 
     :param tensors: every logical tensor of the model.
-    :raises UsageError: when the model cannot be cut for this many ranks.
+    :raises UsageError: when the model cannot be cut for this many ranks, or has fewer positions than are wanted.
     :raises DoesNotFit: with what is needed, what is there and what to try.
     :raises EnvironmentFault: when the device that was asked for is not there.
     """
     tp = options.tp
     check_ranks(model, tp)
+    _check_context(model, options.context)
     device = choose_device(options, hardware)
     dtype = choose_dtype(model, options, hardware, device)
     memory = _gpu_memory(hardware, tp) if device == "cuda" else hardware.ram
@@ -164,6 +165,23 @@ def _gpu_memory(hardware: Hardware, tp: int) -> Memory:
             [("try", f"--tp {len(hardware.gpus)} or fewer, or --device cpu")],
         )
     return min((gpu.memory for gpu in hardware.gpus[:tp]), key=lambda memory: memory.available)
+
+
+def most_positions(model: ModelConfig) -> int:
+    """Tokens of the longest context that the model's rotary embedding is made for."""
+    rope = model.rope
+    if rope.scaling not in ("linear", "dynamic", "yarn"):
+        return model.max_context
+    return max(model.max_context, int((rope.original_context or model.max_context) * rope.factor))
+
+
+def _check_context(model: ModelConfig, context: int | None) -> None:
+    most = most_positions(model)
+    if context is not None and context > most:
+        raise UsageError(
+            f"a context of {context:,} tokens is more than the model's {most:,} positions",
+            [("try", f"--context {most} or less")],
+        )
 
 
 def _check_quant(options: MemoryOptions, hardware: Hardware, device: str, dtype: DType) -> None:

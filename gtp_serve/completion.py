@@ -35,6 +35,10 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]
     cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
+    routed_experts: bytes = b""
+    """int32, little-endian, [prompt and output tokens less the last, MoE layers, chosen experts]; empty when it was not
+    wanted.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +108,14 @@ class Growing:
         self._top: list[TopLogprobs] = []
         self._versions: list[tuple[str, int]] = []
         self._cached = 0
+        self._routed = bytearray()
         self._told_pieces = 0
         self._told_ids = 0
 
     def add(self, event: TokenEvent) -> bool:
         """Take an event; True when the sequence is over, by the engine's word or by a stop string."""
         self._cached = event.cached_tokens or self._cached
+        self._routed += event.routed_experts
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         for index, token in enumerate(event.token_ids):
             self._count(event, index)
@@ -168,4 +174,5 @@ class Growing:
                 for (version, start), end in zip(self._versions, ends, strict=False)
             ),
             cached_tokens=self._cached,
+            routed_experts=bytes(self._routed),
         )

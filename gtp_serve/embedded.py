@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,12 +20,13 @@ from gtp_serve.assembly import (
     with_graphs,
 )
 from gtp_serve.budget import plan_memory
-from gtp_serve.config import AttentionBackend, EngineConfig, Quant
+from gtp_serve.config import AttentionBackend, DType, EngineConfig, Quant, RefitMemory
 from gtp_serve.engine.all_ranks import News
 from gtp_serve.engine.engine import Engine
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.engine.updates import Updates
+from gtp_serve.errors import UsageError
 from gtp_serve.hardware import find_hardware
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import Checkpoint, open_checkpoint
@@ -36,7 +37,10 @@ from gtp_serve.progress import Bar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddedOptions:
-    """What the caller has a say in; None and "auto" mean that it is chosen for the machine."""
+    """What the caller has a say in; None and "auto" mean that it is chosen for the machine.
+
+    :raises UsageError: for a value that cannot be, under the name that ``LLM`` has for it.
+    """
 
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,6 +55,31 @@ class EmbeddedOptions:
     deterministic: bool
     refit_memory: Literal["auto", "staged", "inplace"] = "auto"
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        _check_word("device", self.device, ("auto", "cpu", "cuda"))
+        _check_word("dtype", self.dtype, ("auto", *get_args(DType)))
+        _check_word("attention_backend", self.attention, get_args(AttentionBackend))
+        _check_word("quant", self.quant, get_args(Quant))
+        _check_word("refit_memory", self.refit_memory, ("auto", *get_args(RefitMemory)))
+        _check_number("context", self.context, int, 1, 1 << 30)
+        _check_number("kv_memory", self.kv_memory, int, 1, 1 << 60)
+        _check_number("max_running", self.max_running, int, 1, 4096)
+        _check_number("mem_fraction", self.mem_fraction, float, 0.01, 1.0)
+
+
+def _check_word(name: str, value: object, possible: tuple[str, ...]) -> None:
+    if value not in possible:
+        raise UsageError(f"{name}={value!r} is not possible", [("possible", ", ".join(possible))])
+
+
+def _check_number(name: str, value: Any, kind: type[int] | type[float], low: float, high: float) -> None:
+    if value is None:
+        return
+    is_one = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not (is_one and low <= value <= high):
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{name}={value!r} is not possible", [("possible", f"{what} from {low:g} to {high:g}")])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from gtp_serve.config import AttentionBackend, Quant
 from gtp_serve.embedded import EmbeddedOptions, open_engine
 from gtp_serve.engine.caller import Caller
 from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.limits import MAX_SEED
 from gtp_serve.engine.messages import EngineStats
 from gtp_serve.errors import EngineFault, NoTokenizer, QueueFull, RequestRejected, UpdateFailed, UsageError
 from gtp_serve.loaders.chat_prompt import encode_chat
@@ -47,7 +48,6 @@ from gtp_serve.wanted import Prompt, Prompts, SamplingForm, Wanted, read_prompts
 
 Messages = Sequence[Mapping[str, Any]]
 _UPDATE_POLL_SECONDS = 0.005
-_LARGEST_SEED = (1 << 63) - 1
 
 
 class LLM:
@@ -159,6 +159,7 @@ class LLM:
         n: int = 1,
         return_logprob: bool = True,
         top_logprobs: int = 0,
+        return_routed_experts: bool = False,
         progress: bool = True,
         **fields: Any,
     ) -> list[Completion]:
@@ -168,9 +169,12 @@ class LLM:
         :param sampling: for all prompts, or one for each; its fields may be given as keywords instead, with
             ``stop``, ``no_stop_trim``, ``skip_special_tokens``, ``json_schema``, ``regex``, ``choice``, ``lark``.
         :param n: with a seed, the sequences of a prompt take it and the following ones.
+        :param return_routed_experts: say of each token which experts it went to, in each MoE layer.
         :raises UsageError: for arguments that cannot mean anything.
         :raises RequestRejected: for a prompt that cannot be answered; none is answered then.
         """
+        if return_routed_experts and self.config.model.moe is None:
+            raise UsageError("return_routed_experts: this model has no experts")
         return self._complete(
             [self._encode(prompt) for prompt in read_prompts(prompts)],
             sampling,
@@ -178,6 +182,7 @@ class LLM:
             n=n,
             with_logprobs=return_logprob,
             options=_logprob_options(top_logprobs),
+            routed=return_routed_experts,
             progress=progress,
         )
 
@@ -227,7 +232,10 @@ class LLM:
             sampling=SamplingParams(max_new_tokens=0), text=read_wanted(None, {}, 1)[0].text, max_is_default=False
         )
         options = LogprobOptions(prompt_start=start)
-        jobs = [self._job(self._encode(item), wanted, 0, options) for item in read_prompts(items)]
+        texts = [self._encode(item) for item in read_prompts(items)]
+        for ids in texts:
+            _check_start(start, max(1, len(ids)))  # without tokens it is refused for that
+        jobs = [self._job(ids, wanted, 0, options) for ids in texts]
         self._run(jobs, Bar("scoring", len(jobs), unit="sequences", wanted=progress))
         return [
             Score(ids=request.input_ids, start=start, logprobs=_require_scored(growing)) for request, growing in jobs
@@ -332,12 +340,13 @@ class LLM:
         with_logprobs: bool,
         options: LogprobOptions | None,
         progress: bool,
+        routed: bool = False,
     ) -> list[Completion]:
         if n < 1:
             raise UsageError(f"n is {n}", [("needed", "1 or more")])
         wanted = read_wanted(sampling, fields, len(prompts))
         jobs = [
-            self._job(ids, one, sample, options)
+            self._job(ids, one, sample, options, routed)
             for ids, one in zip(prompts, wanted, strict=True)
             for sample in range(n)
         ]
@@ -345,7 +354,12 @@ class LLM:
         return [growing.whole(with_logprobs=with_logprobs) for _, growing in jobs]
 
     def _job(
-        self, ids: tuple[int, ...], wanted: Wanted, sample: int, options: LogprobOptions | None
+        self,
+        ids: tuple[int, ...],
+        wanted: Wanted,
+        sample: int,
+        options: LogprobOptions | None,
+        routed: bool = False,
     ) -> tuple[Request, Growing]:
         sampling, stop = wanted.sampling, wanted.text.stop
         hidden: dict[int, str] = {}
@@ -354,14 +368,19 @@ class LLM:
         new = sampling.max_new_tokens
         if wanted.max_is_default:
             new = max(min(new, self.config.max_context - len(ids)), sampling.min_new_tokens, 1)
-        seed = sampling.seed
         sampling = structs.replace(
             sampling,
             max_new_tokens=new,
-            seed=None if seed is None else (seed + sample) % (_LARGEST_SEED + 1),
+            seed=_nth_seed(sampling.seed, sample),
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hidden))),
         )
-        request = Request(rid=uuid.uuid4().hex, input_ids=ids, sampling=sampling, logprobs=options)
+        request = Request(
+            rid=uuid.uuid4().hex,
+            input_ids=ids,
+            sampling=sampling,
+            logprobs=options,
+            return_routed_experts=routed,
+        )
         growing = Growing(ids, self.tokenizer, wanted.text, hidden_stops=hidden, min_tokens=sampling.min_new_tokens)
         return request, growing
 
@@ -468,6 +487,18 @@ class LLM:
             if event.rid in self._inboxes:
                 self._inboxes[event.rid].append(event)
         return True
+
+
+def _nth_seed(seed: int | None, sample: int) -> int | None:
+    """Of the n sequences of one prompt; a seed that cannot be stays what it is, for the engine to refuse."""
+    if seed is None or not 0 <= seed <= MAX_SEED:
+        return seed
+    return (seed + sample) % (MAX_SEED + 1)
+
+
+def _check_start(start: int, count: int) -> None:
+    if not 0 <= start < count:
+        raise UsageError(f"start is {start} and there are {count} tokens", [("possible", f"0 to {count - 1}")])
 
 
 def _logprob_options(top_logprobs: int) -> LogprobOptions | None:

@@ -98,9 +98,12 @@ def _read_one(sampling: SamplingForm, options: Mapping[str, Any]) -> Wanted:
     given |= _read_grammar(given)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
+    text = _convert({name: given[name] for name in _TEXT if name in given}, TextRules)
+    if "" in text.stop:
+        raise UsageError("a stop string is empty", [("needed", "1 character or more")])
     return Wanted(
         sampling=_convert({name: given[name] for name in _SAMPLING if name in given}, SamplingParams),
-        text=_convert({name: given[name] for name in _TEXT if name in given}, TextRules),
+        text=text,
         max_is_default="max_new_tokens" not in given,
     )
 

@@ -13,6 +13,7 @@ from gtp_serve.errors import RequestRejected
 from gtp_serve.request import LogprobOptions, Request, SamplingParams
 
 MAX_TEMPERATURE = 100.0
+MAX_SEED = (1 << 63) - 1
 MAX_PENALTY = 2.0
 """Presence and frequency penalties reach from minus this to this."""
 MIN_REPETITION, MAX_REPETITION = 0.01, 10.0
@@ -47,6 +48,8 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _within("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _within("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _within("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+    seed = sampling.seed
+    _require(seed is None or 0 <= seed <= MAX_SEED, "seed", seed or 0, f"0 to {MAX_SEED}, or none")
     _check_bias(sampling.logit_bias, vocab_size)
     check_allowed(sampling.allowed_token_ids, vocab_size)
     check_bad_words(sampling.bad_words, vocab_size)

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from secrets import randbits
 
 from gtp_serve.config import EngineConfig
@@ -367,7 +368,11 @@ class Scheduler:
             self._advance(seq, item.context_len - not_yet)
             if seq.told is not None:
                 scores, routed = result.scores, result.routed
-                seq.told.collect(item, scores[at] if scores else None, routed[at] if routed else b"")
+                score = scores[at] if scores else None
+                if score is not None and not all(map(isfinite, score.logprobs)):
+                    events.append(self._not_finite(seq, "a token of the prompt"))
+                    continue
+                seq.told.collect(item, score, routed[at] if routed else b"")
             if row is not None and not not_yet:
                 events.append(self._take(seq, *row))
         return events
@@ -407,11 +412,7 @@ class Scheduler:
         if token == DEAD_END:
             return self._finish(seq, _dead_end(seq))
         if token == NO_TOKEN:
-            self.counters.non_finite += 1
-            self._disclaim(seq)
-            self.prefixes.forget(seq.blocks)
-            message = f"the model gave logits that are not finite for token {seq.num_output} of this request"
-            return self._finish(seq, FinishReason(type="abort", message=message, code="non-finite-logits"))
+            return self._not_finite(seq, f"token {seq.num_output}")
         if seq.request.sampling.max_new_tokens == 0:
             return self._finish(seq, FinishReason(type="length"), asked=True)
         self.counters.generation_tokens += 1
@@ -427,6 +428,14 @@ class Scheduler:
             queue_seconds=seq.queue_news,
             **({} if seq.told is None else seq.told.fields(details, token=True)),
         )
+
+    def _not_finite(self, seq: Sequence, what: str) -> TokenEvent:
+        """End a sequence whose numbers cannot be trusted; nobody is given its blocks."""
+        self.counters.non_finite += 1
+        self._disclaim(seq)
+        self.prefixes.forget(seq.blocks)
+        message = f"the model gave logits that are not finite for {what} of this request"
+        return self._finish(seq, FinishReason(type="abort", message=message, code="non-finite-logits"))
 
     def _finish(
         self,

@@ -78,6 +78,10 @@ class Ops:
     recorder: Recorder | None = None
     """Records steps of this table, where it can; on a GPU the device does."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Ops:
+        """Copies of a model compute by the same functions."""
+        return self
+
 
 def rotate_and_cache(
     q_THE: Tensor,

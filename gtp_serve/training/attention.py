@@ -27,6 +27,7 @@ from gtp_serve.training.linear import NormColumnLinear, RowParallelLinear
 from gtp_serve.training.norm import RMSNorm
 from gtp_serve.training.placement import TrainPlacement
 from gtp_serve.training.tensor_parallel import same_on_tp
+from gtp_serve.training.token_ids import check_ids
 
 BLOCK_SIZE = 16
 """Positions of a cache block, as the server's default."""
@@ -51,9 +52,10 @@ def pack_sequences(
 ) -> Pack:
     """Sequences one behind another, each from its position 0 on.
 
-    :raises UsageError: when the lengths are not those of ``ids_T``.
+    :raises UsageError: when the lengths are not those of ``ids_T``, or an id does not exist.
     """
     batch, num_blocks = whole_batch(ids_T, lengths)
+    check_ids(ids_T, config.vocab_size, "ids_T")
     cos_TR, sin_TR = rotary_tables(config.rope, inv_freq_R, batch.positions_T, placement.dtype)
     return Pack(
         lengths=batch.context_lens,

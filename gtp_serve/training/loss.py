@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from gtp_serve.config import ModelConfig
 from gtp_serve.training.groups import AxisGroup, rank_of, size_of
 from gtp_serve.training.placement import TrainPlacement
+from gtp_serve.training.token_ids import check_ids
 from gtp_serve.training.wire import wire_of
 
 
@@ -22,7 +23,10 @@ def target_logprobs(logits_SV: Tensor, targets_S: Tensor, config: ModelConfig, p
 
     Ids from ``config.vocab_size`` on are padding and have no part in it.  Where sums are taken in rank order the whole
     rows are gathered, for the bits of the server's; otherwise no rank sees more than its own columns.
+
+    :raises UsageError: for a target that does not exist.
     """
+    check_ids(targets_S, config.vocab_size, "targets_S")
     tp = placement.tp()
     if size_of(tp) == 1:
         return _logprobs(logits_SV[:, : config.vocab_size].float(), targets_S)

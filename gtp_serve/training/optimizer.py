@@ -6,6 +6,7 @@ on a rank as weights do.  Slots have Megatron's names and are saved and loaded b
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gtp_serve.errors import UsageError
 from gtp_serve.training.gradients import gradient_of
 from gtp_serve.training.shard_map import ShardMap, as_map, high_precision, is_quantised
 from gtp_serve.training.shards import GTPShard
@@ -25,9 +27,12 @@ class ShardedOptimizer(ABC):
     """An optimizer of a model's parameters that require gradients.
 
     :param model: or a map of it, where the ranks are not ``torch.distributed``'s.
+    :raises UsageError: for a learning rate that is none.
     """
 
     def __init__(self, model: nn.Module | ShardMap, lr: float) -> None:
+        if not (math.isfinite(lr) and lr >= 0):
+            raise UsageError(f"lr is {lr}", [("needed", "a finite number from 0 on")])
         self.shards = as_map(model)
         self.lr = lr
         self.steps = 0

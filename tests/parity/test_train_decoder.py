@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -245,3 +246,33 @@ def test_lengths_that_are_not_those_of_the_ids_are_refused(lengths: Sequence[int
 
     with pytest.raises(UsageError, match="no sequences of"):
         model(ids_of(DENSE, 0), lengths)
+
+
+@pytest.mark.parametrize(("position", "bad"), [(0, -1), (23, DENSE.vocab_size)])
+def test_an_id_that_does_not_exist_is_refused_and_no_row_of_zeros(position: int, bad: int) -> None:
+    model, ids, targets = model_of(DENSE, None, 1), ids_of(DENSE, 0), targets_of_ids(DENSE, 0)
+    logits = model(ids, LENGTHS)
+    ids[position] = targets[position] = bad
+
+    with pytest.raises(UsageError, match=f"ids_T has {bad}, which is no token id"):
+        model(ids, LENGTHS)
+    with pytest.raises(UsageError, match=f"targets_S has {bad}, which is no token id"):
+        target_logprobs(logits, targets, DENSE, model.placement)
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deep_copy_computes_the_same_and_is_trained_alone(config: ModelConfig, deterministic: bool) -> None:
+    """What a reference policy and averaged weights are made by."""
+    model = model_of(config, None, 1, deterministic=deterministic)
+    twin = copy.deepcopy(model)
+
+    before = step(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    assert torch.equal(step(twin, 0), before)
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert not torch.equal(step(model, 0), before)

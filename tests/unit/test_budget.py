@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gtp_serve.budget import BLOCK_SIZE, Budget, block_bytes, plan_memory
-from gtp_serve.config import ModelConfig
+from gtp_serve.config import ModelConfig, RopeConfig
 from gtp_serve.errors import DoesNotFit, EnvironmentFault, UsageError
 from gtp_serve.hardware import (
     Gpu,
@@ -118,6 +118,21 @@ def test_the_context_shrinks_to_what_the_cache_holds_unless_it_was_asked_for() -
     assert caught.value.code == "too-big"
     assert "8,192-token" in caught.value.message
     assert plan(machine(), kv_memory=room, context=1600).kv_tokens == 1600
+
+
+def test_a_context_beyond_the_models_positions_is_refused_and_one_that_its_rope_is_scaled_to_is_not() -> None:
+    with pytest.raises(UsageError, match="a context of 8,193 tokens is more than the model's 8,192 positions"):
+        plan(machine(), context=8193)
+    assert plan(machine(), context=8192).engine.max_context == 8192
+
+    yarn = replace(MODEL, rope=RopeConfig(scaling="yarn", factor=4.0, original_context=8192))
+    assert plan(machine(), yarn, context=32768).engine.max_context == 32768
+    with pytest.raises(UsageError, match="32,768 positions"):
+        plan(machine(), yarn, context=32769)
+
+    llama3 = replace(MODEL, rope=RopeConfig(scaling="llama3", factor=8.0, original_context=2048))
+    with pytest.raises(UsageError, match="8,192 positions"):
+        plan(machine(), llama3, context=16384)
 
 
 def test_weights_that_do_not_fit_are_refused_with_numbers_and_advice() -> None:

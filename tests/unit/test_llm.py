@@ -202,6 +202,10 @@ def test_output_follows_a_regex(llm: LLM) -> None:
         ("a", {"temperature": "hot"}, UsageError, "temperature"),
         ("a", {"top_p": 3.0}, RequestRejected, "top_p is 3.0"),
         ("a", {"n": 0}, UsageError, "n is 0"),
+        ("a", {"seed": -1}, RequestRejected, "seed is -1"),
+        ("a", {"seed": 1 << 63, "n": 2}, RequestRejected, "seed is 9223372036854775808"),
+        ("a", {"stop": ["x", ""]}, UsageError, "a stop string is empty"),
+        ("a", {"return_routed_experts": True}, UsageError, "no experts"),
         ("a", {"regex": "a", "choice": ["b"]}, UsageError, "exclude each other"),
         ("a", {"json_schema": {"type": "nope"}}, RequestRejected, "Invalid type: nope"),
         ("a", {"max_new_tokens": 500}, PromptTooLong, "context of 64"),
@@ -255,6 +259,54 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused() -> None:
 
     with pytest.raises(UsageError, match="closed"):
         llm.generate([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"dtype": "int4"}, "dtype='int4' is not possible; possible: auto, float32"),
+        ({"device": "tpu"}, "device='tpu' is not possible"),
+        ({"quant": "int3"}, "quant='int3' is not possible; possible: none, int8"),
+        ({"refit_memory": "x"}, "refit_memory='x' is not possible; possible: auto, staged, inplace"),
+        ({"attention_backend": "sdpa"}, "attention_backend='sdpa' is not possible"),
+        ({"context": 0}, "context=0 is not possible"),
+        ({"context": 65}, "a context of 65 tokens is more than the model's 64 positions"),
+        ({"max_running": 0}, "max_running=0 is not possible; possible: a whole number from 1 to 4096"),
+        ({"max_running": True}, "max_running=True is not possible"),
+        ({"mem_fraction": 0}, "mem_fraction=0 is not possible; possible: a number from 0.01 to 1"),
+        ({"mem_fraction": 2.0}, "mem_fraction=2.0 is not possible"),
+        ({"kv_memory": -5}, "kv_memory=-5 is not possible"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_its_name(option: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        LLM(CKPT, tokenizer=False, progress=False, **option)  # type: ignore[arg-type]
+
+    assert words in str(caught.value)
+
+
+def test_a_start_outside_what_is_scored_is_refused(llm: LLM) -> None:
+    for start in (-1, 3):
+        with pytest.raises(UsageError, match=f"start is {start} and there are 3 tokens"):
+            llm.score([[1, 2, 3]], start=start)
+
+    assert llm.score([[1, 2, 3]], start=2)[0].logprobs == ()
+
+
+def test_routed_experts_are_those_that_the_same_tokens_go_to_when_they_are_fed_as_a_prompt() -> None:
+    with LLM(DATA / "megatron" / "moe-tp1-pp1-ep2", tokenizer=False, kv_memory="1MiB", deterministic=True) as moe:
+        (made,) = moe.generate([5, 6, 7], GREEDY, return_routed_experts=True)
+        fed = made.prompt_ids + made.ids
+        (again,) = moe.generate(list(fed), max_new_tokens=1, return_routed_experts=True)
+
+    layers, chosen = 2, 2
+    row = 4 * layers * chosen
+    assert len(made.routed_experts) == row * (len(fed) - 1)
+    assert made.routed_experts == again.routed_experts[: len(made.routed_experts)]
+    experts = memoryview(made.routed_experts).cast("i").tolist()
+    pairs = list(zip(experts[::2], experts[1::2], strict=True))
+    assert all(0 <= a < 4 and 0 <= b < 4 and a != b for a, b in pairs)
+    assert len(set(pairs)) > 1
 
 
 def test_several_ranks_are_refused_with_the_command_that_has_them() -> None:

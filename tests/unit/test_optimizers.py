@@ -294,6 +294,9 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         lambda: MuonSettings(momentum=1.0),
         lambda: MuonSettings(iterations=0),
         lambda: MuonSettings(scale="other"),  # type: ignore[arg-type]
+        lambda: AdamW(_quantised_map()[0], lr=-1e-3),
+        lambda: Muon(_quantised_map()[0], lr=math.nan),
+        lambda: AdamW(_quantised_map()[0], lr=math.inf),
     ):
         with pytest.raises(UsageError):
             make()
