@@ -34,7 +34,7 @@ serve: venv  ## serve a real model from a Megatron GTP checkpoint on the CPU (PO
 
 test: venv check  ## all checks, then every test that needs no GPU
 	@rm -rf $(RESULTS) && mkdir -p $(RESULTS)
-	$(BIN)/python -m pytest -m "$(MARK)" -n $(WORKERS) --dist loadfile --durations=10 --junitxml=$(RESULTS)/junit.xml $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "$(MARK)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --junitxml=$(RESULTS)/junit.xml $(TEST_ARGS)
 
 test-gpu: venv  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(TEST_ARGS)

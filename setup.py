@@ -24,7 +24,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Compile all instruction sets."""
         try:
-            NATIVE["build"](Path(self.get_ext_fullpath(ext.name)))
+            NATIVE["build"](Path(self.get_ext_fullpath(ext.name)), kept=ROOT / "build" / "native")
         except NATIVE["BuildError"] as reason:
             print(f"built without native CPU ops, plain torch will serve instead: {reason}", file=sys.stderr)
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gtp_serve.errors import RequestRejected
+from gtp_serve.errors import PromptTooLong, RequestRejected
 from gtp_serve.text import TextTokenizer
 
 _MAX_DEPTH = 64
@@ -26,6 +26,11 @@ class ChatTokenizer(TextTokenizer, Protocol):
     @property
     def special_texts(self) -> tuple[str, ...]:
         """How the control tokens are spelled."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Those that have a part: how each is spelled, by ``eos_token`` and the like."""
         ...
 
     @property
@@ -76,9 +81,9 @@ def encode_chat(
     if continue_final_message:
         rendered = masks.cut(rendered)
     if most_chars is not None and len(rendered) > most_chars:
-        raise RequestRejected(
+        raise PromptTooLong(
             f"a conversation of {len(rendered)} characters cannot fit the context",
-            code="prompt-too-long",
+            [("possible", f"up to {most_chars} characters, and fewer where tokens are shorter")],
             param="messages",
         )
     return masks.encode(tokenizer, rendered)

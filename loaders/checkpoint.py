@@ -16,6 +16,7 @@ from gtp_serve.errors import CheckpointNotFound, UsageError
 from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.layout.spans import Box, Shard, Span
 from gtp_serve.loaders.facts import Facts, SavedOverrides
+from gtp_serve.loaders.files import what_is_there
 from gtp_serve.loaders.gguf_file import open_gguf
 from gtp_serve.loaders.huggingface import CONFIG, open_huggingface, read_config
 from gtp_serve.loaders.megatron import open_megatron
@@ -238,7 +239,8 @@ def _not_found(path: Path) -> CheckpointNotFound:
     details = [("looked for", "metadata.json + .metadata (Megatron torch_dist), config.json (Hugging Face), *.gguf")]
     if path.is_file():
         return CheckpointNotFound(f"{path} is a file, and not a GGUF file", [*details, ("try", str(path.parent))])
-    what = "is not a checkpoint folder" if path.is_dir() else "does not exist"
+    what = "is not a checkpoint folder" if path.is_dir() else f"is {what_is_there(path)}"
+    what = "does not exist" if what == "is not there" else what
     details += _found(path)
     return CheckpointNotFound(f"{path} {what}", details)
 

@@ -109,6 +109,7 @@ class Tokenizer:
         self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._special_texts = tuple(token.content for token in added.values() if token.special)
+        self._special_tokens = dict(files.special_tokens)
         self._bos_id = self._id_of(files.special_tokens.get("bos_token"), files.bos_token_id)
         self._eos_ids = self._end_tokens(files)
 
@@ -140,6 +141,11 @@ class Tokenizer:
     def special_texts(self) -> tuple[str, ...]:
         """How the tokens of `special_ids` are spelled."""
         return self._special_texts
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Those that have a part: how each is spelled, by ``eos_token`` and the like."""
+        return self._special_tokens
 
     @property
     def has_chat_template(self) -> bool:

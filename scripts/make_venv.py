@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,16 +43,19 @@ def main() -> int:
         say("ready (.venv, nothing has changed)")
         return 0
     STAMP.unlink(missing_ok=True)
+    compiling = threading.Thread(target=compile_native)
+    compiling.start()
     try:
         if not is_usable():
             step(f"create .venv with Python {sys.version.split()[0]}", create_environment)
         step("install torch (the largest package: minutes on a slow line)", install_torch)
         step(f"install the packages of {LOCK.name}", lambda: pip_install("-r", str(LOCK)))
+        step(f"install {MEGATRON}, which one test reads checkpoints with", install_megatron)
+        step("compile the native CPU ops, begun beside the above", compiling.join)
         step(
             "install gtp-serve itself, editable",
             lambda: pip_install("--no-deps", "--no-build-isolation", "-e", str(ROOT)),
         )
-        step(f"install {MEGATRON}, which one test reads checkpoints with", install_megatron)
     except StepFailed as failure:
         say(f"FAILED: {failure}")
         return 1
@@ -93,6 +99,17 @@ def is_usable() -> bool:
     return result.stdout == f"{sys.version}\n{VENV}\n" and scripts_are_ours
 
 
+def compile_native() -> None:
+    """Compile what the installation of gtp-serve then finds, while pip waits for the network or uses one core.
+
+    Whatever fails, fails again there, and is told there.
+    """
+    native = runpy.run_path(str(ROOT / "gtp_serve" / "ops" / "cpu" / "build.py"))
+    objects = ROOT / "build" / "native"
+    with suppress(native["BuildError"], OSError):
+        native["build"](objects / native["LIBRARY"], kept=objects)
+
+
 def create_environment() -> None:
     """A new .venv with pip inside, also where the distribution keeps ensurepip in a package of its own."""
     shutil.rmtree(VENV, ignore_errors=True)
@@ -129,6 +146,7 @@ def pip_install(*arguments: str) -> None:
         "--quiet",
         "--disable-pip-version-check",
         "--no-input",
+        "--no-compile",  # a module is compiled when it is first imported, and most never are
     ]
     try:
         run([*command, *arguments])

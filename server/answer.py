@@ -124,7 +124,8 @@ class Generating:
         except RequestRejected as error:
             self._metrics.ended("refused")
             # The name of a field that does not exist, or comes twice, is the client's word: none of theirs is logged.
-            param = None if error.code in ("unknown-field", "duplicate-key") else error.param
+            theirs = error.code in ("unknown-field", "duplicate-key", "invalid-json")
+            param = None if theirs else error.param
             fields = {"route": scope["path"], "reason": "refused", "code": error.code, "param": param}
             self._log.info("request", extra={"fields": fields})
             await error_response(self._api.explain(error))(scope, receive, send)

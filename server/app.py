@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
@@ -33,6 +34,8 @@ from gtp_serve.server.page.routes import PageRoutes
 from gtp_serve.server.state import ServerState
 from gtp_serve.server.weights import WeightRoutes
 
+_LONGEST_PATH = 100
+"""Nothing is near to what is longer."""
 _CODES = {404: "not-found", 405: "method-not-allowed"}
 
 
@@ -163,7 +166,21 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     )
     if error.status_code == 405 and "Allow" in headers:
         message += f"; allowed: {headers['Allow']}"
-    return JsonResponse(plain_error(error.status_code, code, message), status_code=error.status_code, headers=headers)
+    near = _nearest_path(request) if error.status_code == 404 else None
+    message += f"; near it is '{near}'" if near else ""
+    body = plain_error(error.status_code, code, message, did_you_mean=near)
+    return JsonResponse(body, status_code=error.status_code, headers=headers)
+
+
+def _nearest_path(request: Request) -> str | None:
+    """The path of this server that the client may mean: with or without a prefix, a slash, or a slip of the finger."""
+    path = str(request.scope["path"]).rstrip("/")
+    if len(path) > _LONGEST_PATH:
+        return None
+    paths = [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
+    ends = [one for one in paths if path and (one.endswith(path) or path.endswith(one) and one != "/")]
+    near = ends or difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
+    return min(near, key=lambda one: abs(len(one) - len(path)), default=None)
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

@@ -100,7 +100,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load and print what came of it; exit code 1 when some requests failed.
+    """Run the load and print what came of it; exit code 1 when some requests failed, or a push, or there was none.
 
     :raises EngineFault: when every request failed.
     """
@@ -118,18 +118,31 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     _check_writable([path for path in (args.json, args.plot) if path not in (None, "-")])
+    if args.plot not in (None, "-") and Path(args.plot).suffix.lower() != ".svg":
+        raise UsageError(f"--plot writes an SVG picture, and {args.plot} is no name of one", [("name it", "FILE.svg")])
     key = _api_key(args.api_key_file)
     if args.parity is not None:
         return _run_parity(args, url, key, shape)
     pusher = _pusher(args, url, key)
     info, samples, pushes, seconds = asyncio.run(_measure(args, url, key, shape, pusher))
     numbers = summarise(samples, pushes, seconds)
+    fits = info["max_context"] - 1
+    notes = []
+    if shape.input_tokens > fits:
+        notes.append(f"prompts have {fits:,} tokens, not {shape.input_tokens:,}: more do not fit the context")
+        shape = replace(shape, input_tokens=fits)
+    if pusher is not None and not pushes:
+        when = f"after {args.every:g} s (--every)"
+        notes.append(f"nothing was pushed: the run was over before the first push, {when}")
     if numbers["failed"] == numbers["requests"]:
         raise EngineFault(
             "no request was answered in full", [("first", numbers["first_failure"] or "?")], code="bench-failed"
         )
     _write(args, info, shape, numbers, samples, pushes)
-    return 1 if numbers["failed"] or any(push.error for push in pushes) else 0
+    if notes and args.json != "-":
+        sys.stdout.write("".join(f"\n  note: {note}" for note in notes) + "\n")
+    unpushed = pusher is not None and not pushes
+    return 1 if numbers["failed"] or unpushed or any(push.error for push in pushes) else 0
 
 
 def _run_parity(args: argparse.Namespace, url: SplitResult, key: str | None, shape: Shape) -> int:

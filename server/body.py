@@ -6,6 +6,7 @@ Refused: too many bytes, too slow, not UTF-8, NaN and infinities, half surrogate
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import orjson
 from starlette.requests import Request
 
 from gtp_serve.errors import RequestRejected
+from gtp_serve.server.json_place import path_at
 
 MAX_BODY_BYTES = 32 << 20
 MAX_BODY_STRINGS = 100_000
@@ -58,6 +60,7 @@ async def read_json_object(
     :raises ClientDisconnect: when the client left before the body was complete.
     """
     check_media_type(request.headers.get("content-type", ""))
+    check_encoding(request.headers.get("content-encoding", ""))
     raw = await _read_body(request, max_bytes)
     if len(raw) > _LONG_BODY_BYTES:
         return await asyncio.to_thread(parse_json_object, raw, max_strings)
@@ -73,6 +76,16 @@ def check_media_type(content_type: str) -> None:
     if media in ("", "application/json") or (media.startswith("application/") and media.endswith("+json")):
         return
     raise WrongMediaType(f"content type '{media[:100]}' is not JSON", [("send", "content-type: application/json")])
+
+
+def check_encoding(content_encoding: str) -> None:
+    """As it is, or not at all: what a small packed body unpacks to has no bound.
+
+    :raises WrongMediaType: for anything else.
+    """
+    name = content_encoding.strip().lower()
+    if name not in ("", "identity"):
+        raise WrongMediaType(f"content encoding '{name[:100]}' is not taken", [("send", "the JSON as it is")])
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -106,14 +119,14 @@ def _too_large(limit: int) -> BodyTooLarge:
 def parse_json_object(raw: bytes, max_strings: int = MAX_BODY_STRINGS) -> dict[str, Any]:
     """A JSON object, strictly.
 
-    :raises RequestRejected: naming what is wrong; never with bytes of the body in the message.
+    :raises RequestRejected: naming what is wrong; of the body the message has names of fields at most, never values.
     """
     if not raw.strip():
         raise RequestRejected("the body is empty", [("send", "a JSON object")], code="invalid-json")
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise RequestRejected(f"the body is not valid JSON: {error}", code="invalid-json") from None
+        raise _no_json(error) from None
     if not isinstance(value, dict):
         kind = _JSON_NAMES.get(type(value), "something else")
         raise RequestRejected(f"the body is {kind}, not a JSON object", code="invalid-json")
@@ -121,6 +134,20 @@ def parse_json_object(raw: bytes, max_strings: int = MAX_BODY_STRINGS) -> dict[s
     return value
 
 
+def _no_json(error: orjson.JSONDecodeError) -> RequestRejected:
+    """Which field it is, and in words what people meet most."""
+    text, at = error.doc, error.pos
+    place = path_at(text, at) if isinstance(text, str) else None
+    where = "" if place is None else f" at {place}"
+    reason = str(error)
+    if _NO_NUMBER.match(text, at):
+        reason = f"NaN and infinities are no numbers in JSON (character {at})"
+    elif "surrogate" in reason and "\\u" in text[at : at + 2]:
+        reason = f"half of a surrogate pair is no character (character {at})"
+    return RequestRejected(f"the body is not valid JSON{where}: {reason}", code="invalid-json", param=place)
+
+
+_NO_NUMBER = re.compile(r"[+-]?(NaN|nan|Infinity|inf)")
 _JSON_NAMES = {
     list: "a list",
     str: "a string",

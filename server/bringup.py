@@ -30,6 +30,7 @@ from gtp_serve.layout.huggingface import logical_tensors
 from gtp_serve.loaders import open_checkpoint
 from gtp_serve.loaders.checkpoint import Checkpoint
 from gtp_serve.loaders.facts import Facts
+from gtp_serve.loaders.manifest import check_manifest
 from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer, model_with_tokenizer
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles, read_template, tokenizer_at
 from gtp_serve.server.early_engine import EarlyEngine
@@ -99,6 +100,7 @@ class Bringup:
             found = await asyncio.to_thread(_look, options)
             say(f"{found.facts.num_tensors} tensors, all shapes match")
         self._reporter.fact("checkpoint", _checkpoint_lines(found))
+        await self._verify(found)
         with self._phase("read tokenizer") as say:
             files = _tokenizer_files(options, found)
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, options, files)
@@ -114,6 +116,16 @@ class Bringup:
         for warning in found.facts.warnings:
             self._reporter.line("WARNING", "checkpoint", {"says": warning})
         return await self._start_engine(found, budget, hardware)
+
+    async def _verify(self, found: Found) -> None:
+        """Compare the files with the operator's list, or say that nobody has."""
+        manifest = self._options.manifest
+        if manifest is None:
+            self._reporter.fact("files", ["not verified (no --manifest)"])
+            return
+        with self._phase("verify files") as say:
+            count = await asyncio.to_thread(check_manifest, manifest, found.path)
+            say(f"{count / GIB:.2f} GiB as {manifest} lists them")
 
     async def _start_engine(self, found: Found, budget: Budget, hardware: Hardware) -> Managed:
         launch = self._launch(found, budget, hardware)

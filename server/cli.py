@@ -7,6 +7,7 @@ so that ``--help`` answers at once (the serve command's imports alone take longe
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -98,7 +99,19 @@ def _dispatch(words: list[str]) -> int:
     module = cast(_Command, importlib.import_module(f"gtp_serve.server.{_MODULES.get(command, command)}"))
     parser = _Parser(prog=f"gtp-serve {command}", allow_abbrev=False)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(rest))
+    given, unknown = parser.parse_known_args(rest)
+    if unknown:
+        raise _unknown_word(unknown[0], parser)
+    return module.run(given)
+
+
+def _unknown_word(word: str, parser: argparse.ArgumentParser) -> UsageError:
+    """Of a command that is not ``serve``."""
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        return UsageError(f"unexpected argument '{word}'", [("see", f"{parser.prog} --help")])
+    near = difflib.get_close_matches(name, _own_options(parser), n=1, cutoff=0.7)
+    return UsageError(f"unknown option {name}", [("nearest", near[0]) if near else ("see", f"{parser.prog} --help")])
 
 
 def parse_serve(
@@ -120,7 +133,7 @@ def read_serve(words: Sequence[str], environment: Mapping[str, str], folder: Pat
     parser = build_serve_parser()
     args, unknown = parser.parse_known_args(rewrite_aliases(words))
     if unknown:
-        raise refuse_unknown(unknown[0], _own_options(parser))
+        raise refuse_unknown(unknown[0], _own_options(parser), COMMANDS)
     layers: list[Mapping[str, Value]] = [from_command_line(args), from_environment(environment)]
     path = find_config(args.config, environment, folder)
     if path is not None:

@@ -1,15 +1,15 @@
 """Options of other servers: those that mean the same here, and what to answer for those that do not.
 
-``ALIASES`` are rewritten in silence.  ``FOREIGN`` are known, have no meaning here, and are refused with ours.
+``ALIASES`` are rewritten in silence; those of ``foreign_flags`` have no meaning here and are refused with ours.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gtp_serve.errors import UsageError
+from gtp_serve.server.foreign_flags import FOREIGN
 
 ALIASES: Mapping[str, str] = {
     "--model": "--ckpt",
@@ -53,6 +53,14 @@ SILENT = frozenset(
         "--use-checkpoint-args",
         "--disable-log-requests",
         "--disable-log-stats",
+        "--no-enable-log-requests",
+        "--enable-auto-tool-choice",
+        "--enable-prompt-tokens-details",
+        "--enable-return-routed-experts",
+        "--enable-sleep-mode",
+        "--enable-memory-saver",
+        "--enable-offline-docs",
+        "--inference-dynamic-batching",
     }
 )
 """Options without a value that ask for what this version does anyway."""
@@ -65,75 +73,6 @@ LOG_LEVELS: Mapping[str, tuple[str, ...]] = {
     "warn": ("-q",),
     "error": ("-q",),
     "critical": ("-q",),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """A known option of another server that cannot be honoured: whose it is and what to do."""
-
-    whose: str
-    here: str
-
-
-_FROM_CHECKPOINT = "leave it out: the model is described by the checkpoint"
-_NO_LORA = "not supported: merge the adapter into the weights"
-_NO_QUANT = "not supported: weights are served as float32, bfloat16 or float16 (--dtype)"
-_SAVED_ANY = "leave it out: a checkpoint saved at any parallel layout loads at any --tp"
-_AUTO = "leave it out: the server chooses"
-
-FOREIGN: Mapping[str, Foreign] = {
-    "--trust-remote-code": Foreign("vLLM's and SGLang's", "leave it out: no code from a model folder is run"),
-    "--load-format": Foreign("vLLM's and SGLang's", "leave it out: the format is recognised"),
-    "--quantization": Foreign("vLLM's and SGLang's", _NO_QUANT),
-    "--kv-cache-dtype": Foreign("vLLM's and SGLang's", "leave it out: the KV cache has the model's --dtype"),
-    "--pipeline-parallel-size": Foreign("vLLM's", _SAVED_ANY),
-    "--pp-size": Foreign("SGLang's", _SAVED_ANY),
-    "--pipeline-model-parallel-size": Foreign("Megatron's", _SAVED_ANY),
-    "--expert-model-parallel-size": Foreign("Megatron's", _SAVED_ANY),
-    "--expert-tensor-parallel-size": Foreign("Megatron's", "--saved-etp N, if the checkpoint does not say"),
-    "--gtp-weight-remat-size": Foreign("Megatron's", "--saved-gtp N, if the checkpoint does not say"),
-    "--data-parallel-size": Foreign("vLLM's", "start one server for each replica"),
-    "--dp-size": Foreign("SGLang's", "start one server for each replica"),
-    "--max-num-batched-tokens": Foreign("vLLM's", _AUTO),
-    "--chunked-prefill-size": Foreign("SGLang's", _AUTO),
-    "--enable-chunked-prefill": Foreign("vLLM's", _AUTO),
-    "--block-size": Foreign("vLLM's", _AUTO),
-    "--page-size": Foreign("SGLang's", _AUTO),
-    "--swap-space": Foreign("vLLM's", "leave it out: nothing is swapped"),
-    "--schedule-policy": Foreign("SGLang's", "leave it out: requests run in order of arrival"),
-    "--distributed-executor-backend": Foreign("vLLM's", "leave it out: one engine process, no Ray"),
-    "--enable-lora": Foreign("vLLM's and SGLang's", _NO_LORA),
-    "--lora-paths": Foreign("SGLang's", _NO_LORA),
-    "--lora-modules": Foreign("vLLM's", _NO_LORA),
-    "--weight-transfer-config": Foreign("vLLM's", "leave it out: each update says where its weights come from"),
-    "--ssl-keyfile": Foreign("vLLM's and SGLang's", 'in the configuration file: tls_key = "FILE"'),
-    "--ssl-certfile": Foreign("vLLM's and SGLang's", 'in the configuration file: tls_cert = "FILE"'),
-    "--allowed-origins": Foreign("vLLM's", 'in the configuration file: cors = ["https://lab.example"]'),
-    "--max-queued-requests": Foreign("SGLang's", "in the configuration file: max_waiting = N"),
-    "--seed": Foreign("vLLM's", 'in the request: "sampling_params": {"sampling_seed": 7}'),
-    "--random-seed": Foreign("SGLang's", 'in the request: "sampling_params": {"sampling_seed": 7}'),
-    "--speculative-algorithm": Foreign("SGLang's", "not in this version"),
-    "--speculative-config": Foreign("vLLM's", "not in this version"),
-    "--tokenizer-type": Foreign("Megatron's", "--tokenizer PATH to a folder with tokenizer.json"),
-    "--tokenizer-mode": Foreign("vLLM's and SGLang's", "leave it out: tokenizer.json is read"),
-    "--bf16": Foreign("Megatron's", "--dtype bfloat16"),
-    "--fp16": Foreign("Megatron's", "--dtype float16"),
-    "--num-layers": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--hidden-size": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--ffn-hidden-size": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--num-attention-heads": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--group-query-attention": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--num-query-groups": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--max-position-embeddings": Foreign("Megatron's", "--context N, or leave it out"),
-    "--seq-length": Foreign("Megatron's", "--context N, or leave it out"),
-    "--num-experts": Foreign("Megatron's", _FROM_CHECKPOINT),
-    "--micro-batch-size": Foreign("Megatron's", "--max-running N"),
-    "--ckpt-format": Foreign("Megatron's", "leave it out: the format is recognised"),
-    "--dist-ckpt-format": Foreign("Megatron's", "leave it out: the format is recognised"),
-    "--no-load-optim": Foreign("Megatron's", "leave it out: optimizer state is never read"),
-    "--no-load-rng": Foreign("Megatron's", "leave it out: random state is never read"),
-    "--transformer-impl": Foreign("Megatron's", "leave it out"),
 }
 
 
@@ -160,10 +99,16 @@ def _log_level(level: str) -> tuple[str, ...]:
     return flags
 
 
-def refuse_unknown(word: str, known: Iterable[str]) -> UsageError:
-    """The error for a word on the command line that is no option of ours."""
+def refuse_unknown(word: str, known: Iterable[str], commands: Sequence[str]) -> UsageError:
+    """The error for a word on the command line that is no option of ours.
+
+    :param commands: what the first word may be.
+    """
     name = word.partition("=")[0]
     if not name.startswith("-"):
+        command = difflib.get_close_matches(word, commands, n=1, cutoff=0.75)
+        if command:
+            return UsageError(f"there is no command '{word}'", [("nearest", f"gtp-serve {command[0]}")])
         return UsageError(f"unexpected argument '{word}'", [("try", f"gtp-serve --ckpt {word}")])
     foreign = FOREIGN.get(name)
     if foreign is not None:
@@ -171,7 +116,7 @@ def refuse_unknown(word: str, known: Iterable[str]) -> UsageError:
             f"unknown option {name} (that is {foreign.whose})",
             [("here it is" if foreign.here.startswith("-") else "here", foreign.here)],
         )
-    near = difflib.get_close_matches(name, [*known, *ALIASES], n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, [*known, *ALIASES], n=1, cutoff=0.7)
     if near:
         return UsageError(f"unknown option {name}", [("nearest", ALIASES.get(near[0], near[0]))])
     return UsageError(f"unknown option {name}", [("see", "gtp-serve --help")])

@@ -30,6 +30,7 @@ _SUMMARIES: Mapping[str, tuple[str, str]] = {
     "/v1/tokenize": ("Text", "Token ids of a text or a conversation"),
     "/detokenize": ("Text", "The text of token ids"),
     "/v1/detokenize": ("Text", "The text of token ids"),
+    "/tokenizer_info": ("Text", "The tokenizer's special tokens and chat template"),
     "/ready": ("Status", "200 when a request would be taken"),
     "/health": ("Status", "200 while the engine makes progress or has nothing to do"),
     "/health_generate": ("Status", "200 when a token was made just now"),

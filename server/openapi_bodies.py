@@ -15,6 +15,7 @@ from gtp_serve.server.openai.fields import (
     COMPLETION_NUMBERS,
     COMPLETION_SCHEMAS,
     OPTION_NUMBERS,
+    OPTIONS_AT_DEFAULT,
     PROMPT,
     TOKEN_IDS,
     AtDefault,
@@ -124,7 +125,7 @@ _GENERATE: Mapping[str, Schema] = {
     "extra_key": _SALT,
     **{name: _each(number_schema(field)) for name, field in EACH.items()},
 }
-_STREAM_OPTIONS = object_schema(OPTION_NUMBERS, {}, {})
+_STREAM_OPTIONS = object_schema(OPTION_NUMBERS, {}, OPTIONS_AT_DEFAULT)
 
 
 def _chat() -> Schema:

@@ -124,6 +124,7 @@ _TOKENS = _object(
 )
 _TEXTS: Schema = {"anyOf": [_TEXT, _list(_TEXT)]}
 _DETOKENIZED = _object({"prompt": _TEXTS, "text": _TEXTS})
+_TOKENIZER = _object({"tokenizer_class": _TEXT, "chat_template": _MAYBE_TEXT, "model_max_length": _COUNT})
 _STATUS = _object({"status": _TEXT})
 _MODEL_INFO = _object({"model_path": _TEXT, "weight_version": _TEXT, "max_context": _COUNT})
 _SERVER_INFO = _object({"model_path": _TEXT, "weight_version": _TEXT, "context_length": _COUNT, "version": _TEXT})
@@ -138,6 +139,7 @@ REPLIES: Mapping[str, Schema] = {
     "/v1/tokenize": _TOKENS,
     "/detokenize": _DETOKENIZED,
     "/v1/detokenize": _DETOKENIZED,
+    "/tokenizer_info": _TOKENIZER,
     "/ready": _STATUS,
     "/health": _STATUS,
     "/health_generate": _STATUS,

@@ -32,6 +32,7 @@ class ServeOptions:
 
     ckpt: Path
     iteration: int | None = None
+    manifest: Path | None = None
     tokenizer: Path | None = None
     no_tokenizer: bool = False
     chat_template: Path | None = None

@@ -7,13 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gtp_serve.engine.limits import check_allowed, check_bad_words, check_options
+from gtp_serve.engine.limits import MAX_SEED, check_allowed, check_bad_words, check_options
 from gtp_serve.errors import PromptTooLong, RequestRejected
 from gtp_serve.request import Grammar, Request, SamplingParams
 from gtp_serve.server.calls import Call, Prompt
 from gtp_serve.server.reply import Reply
 from gtp_serve.server.sampling_fields import Sampling
-from gtp_serve.server.schemas import MAX_SEED
 from gtp_serve.server.state import Serving
 from gtp_serve.text import TextTokenizer, special_stops
 
@@ -105,9 +104,10 @@ def _encode_each(prompts: Sequence[Prompt], serving: Serving) -> list[tuple[int,
 
 def _encode(prompt: Prompt, serving: Serving) -> tuple[int, ...]:
     vocab, context = serving.engine.model.vocab_size, serving.engine.max_context
+    least = min(1, prompt.sampling.max_new_tokens)  # 0: only the prompt is scored, and it may fill the context
     if prompt.input_ids is not None:
-        if len(prompt.input_ids) >= context:
-            raise _too_long(len(prompt.input_ids), 1, context, "input_ids")
+        if len(prompt.input_ids) + least > context:
+            raise _too_long(len(prompt.input_ids), least, context, "input_ids")
         _check_ids(prompt.input_ids, vocab, "input_ids")
         return prompt.input_ids
     tokenizer = _require_tokenizer(serving, "text")
@@ -119,8 +119,8 @@ def _encode(prompt: Prompt, serving: Serving) -> tuple[int, ...]:
     ids = tuple(tokenizer.encode(text))
     if not ids:
         raise RequestRejected("the text has no tokens", code="empty-prompt", param="text")
-    if len(ids) >= context:
-        raise _too_long(len(ids), 1, context, "text")
+    if len(ids) + least > context:
+        raise _too_long(len(ids), least, context, "text")
     _check_ids(ids, vocab, "text")
     return ids
 
@@ -149,7 +149,8 @@ def _check_ids(ids: Sequence[int], vocab: int, param: str) -> None:
 
 def _too_long(prompt: int, new: int, context: int, param: str) -> PromptTooLong:
     room = context - prompt
-    advice = f"max_new_tokens of at most {room}" if room > 0 else f"a prompt of at most {context - 1} tokens"
+    most = context - min(1, new)
+    advice = f"max_new_tokens of at most {room}" if room > 0 else f"a prompt of at most {most} tokens"
     return PromptTooLong(
         f"{prompt} prompt tokens and {new} new ones are more than the context of {context} tokens",
         [("try", advice)],

@@ -16,13 +16,15 @@ Triple = tuple[float | None, int, str | None]
 
 _ABORT_STATUS = {
     **dict.fromkeys(("", "aborted", "deadline-exceeded", "paused", "weights-replaced"), 200),
+    **dict.fromkeys(("grammar-dead-end", "no-token-allowed"), 400),
     **dict.fromkeys(("shutting-down", "weights_torn"), 503),
 }
 
 
 def abort_status(finish: FinishReason) -> int:
     """The HTTP status that fits an abort: 200 when somebody asked for it (a deadline, a pause or new weights too: what
-    was made until then is kept), 503 when the server cannot go on with it, 500 for a fault.
+    was made until then is kept), 400 when its own fields left it no token, 503 when the server cannot go on with it,
+    500 for a fault.
     """
     return _ABORT_STATUS.get(finish.code, 500)
 

@@ -112,8 +112,13 @@ class Run:
         finish = job.reply.finish
         if finish is None:
             raise EngineFault("the engine ended a request without saying why")
-        if finish.type == "abort" and abort_status(finish) >= 500 and not self.call.as_list:
+        if not self.call.as_list and self._none_is_good():
             raise _aborted(finish)
+
+    def _none_is_good(self) -> bool:
+        """Whether a fault has ended every sequence of the call: it is answered with the fault then."""
+        ends = [job.reply.finish for job in self.jobs]
+        return all(end is not None and end.type == "abort" and abort_status(end) >= 400 for end in ends)
 
     async def wait(self, seconds: float | None) -> None:
         """Until there is something to send, a sequence is over, the client is gone or the time has passed."""
@@ -150,11 +155,12 @@ class Run:
     def outcome(self, job: Job) -> Outcome:
         """How a sequence ended, for the log and the counter."""
         finish = job.reply.finish
-        if self.error is not None and (finish is None or finish.type == "abort"):
+        if finish is not None:
+            status = abort_status(finish) if finish.type == "abort" else 200
+            return "error" if status >= 500 else "refused" if status >= 400 else finish.type
+        if self.error is not None:
             return "refused" if isinstance(self.error, RequestRejected) else "error"
-        if finish is None:
-            return "client_gone"
-        return "error" if finish.type == "abort" and abort_status(finish) >= 500 else finish.type
+        return "client_gone"
 
     def error_code(self, job: Job) -> str:
         """The short name of what a sequence failed of."""

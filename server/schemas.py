@@ -16,6 +16,7 @@ from gtp_serve.engine.limits import (
     MAX_DEADLINE_SECONDS,
     MAX_PENALTY,
     MAX_REPETITION,
+    MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION,
@@ -32,7 +33,6 @@ MAX_STOP_IDS = 256
 MAX_RID_CHARS = 256
 MAX_TEXT_CHARS = 8 << 20
 MAX_N = 128
-MAX_SEED = (1 << 63) - 1
 MAX_TOKENS = 1 << 30
 
 

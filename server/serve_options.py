@@ -140,6 +140,7 @@ def to_options(given: Given) -> ServeOptions:
     return ServeOptions(
         ckpt=ckpt,
         iteration=given.integer("iteration", 0, (1 << 63) - 1),
+        manifest=given.path("manifest"),
         tokenizer=given.path("tokenizer"),
         no_tokenizer=given.switch("no_tokenizer", False),
         chat_template=given.path("chat_template"),

@@ -57,6 +57,7 @@ _FILE = "in the configuration file only"
 SETTINGS: tuple[Setting, ...] = (
     Setting("ckpt", _MODEL, "Megatron torch_dist, Hugging Face or GGUF checkpoint", "PATH", "path"),
     Setting("iteration", _MODEL, "which Megatron iteration (newest)", "N", "number"),
+    Setting("manifest", _MODEL, "sha256sum's list of its files, compared before loading", "FILE", "path", shown="all"),
     Setting("tokenizer", _MODEL, "folder with tokenizer.json (the checkpoint's)", "PATH", "path"),
     Setting("no_tokenizer", _MODEL, "token ids only", kind="switch"),
     Setting("chat_template", _MODEL, "Jinja chat template (the tokenizer's)", "FILE", "path"),

@@ -60,6 +60,10 @@ class Client(Protocol):
         """An update's record once it has ended."""
         ...
 
+    async def refresh(self) -> None:
+        """Have ``weights`` be no older than this call, where somebody else may have begun an update."""
+        ...
+
 
 class Managed(Client, Protocol):
     """What whoever starts and ends the server needs of it besides."""

@@ -123,6 +123,9 @@ class WeightRoutes:
         name = request.path_params["id"]
         record = find_record(serving.client.weights, name)
         if record is None:
+            await serving.client.refresh()
+            record = find_record(serving.client.weights, name)
+        if record is None:
             raise UnknownUpdate(f"there is no update '{name[:64]}' among the last ones", param="id")
         return await self._answer(serving, record, wait=read_flag(given, "wait"), failure_is_error=False)
 

@@ -14,6 +14,16 @@ DATA = Path(__file__).parent / "data"
 _THREADS = 2
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers take one file after another: those with slow tests come first, so that none is left for one at the end.
+
+    ``make test`` asks xdist to keep this order; its own puts files with many tests first, and so one long test last.
+    """
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_runtest_setup() -> None:
     """Few threads, so that tests run beside one another; torch is not imported for it."""
     torch = sys.modules.get("torch")

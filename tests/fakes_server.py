@@ -79,6 +79,8 @@ class FakeClient:
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     weights: WeightsStatus = field(default_factory=lambda: WeightsStatus(version="0"))
+    unheard: UpdateRecord | None = None
+    """An update under way that another front has begun, until ``refresh``."""
     commands: list[Control] = field(default_factory=list)
     """What was asked about the weights."""
     refuse: GtpServeError | None = None
@@ -144,6 +146,10 @@ class FakeClient:
     async def wait_update(self, update: str, seconds: float | None = None) -> UpdateRecord:
         status = await self.wait_weights(lambda now: any(one.id == update for one in now.history), seconds)
         return next(one for one in status.history if one.id == update)
+
+    async def refresh(self) -> None:
+        if self.unheard is not None:
+            self.set_weights(update=self.unheard)
 
     def stats(self) -> EngineStats:
         return EngineStats(

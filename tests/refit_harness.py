@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,3 +230,13 @@ def resident() -> int:
 
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def weight_memory() -> list[str]:
+    """Descriptors of this process for shared memory with weights, those of maps too."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            if "gtp-serve-weights" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(name)
+    return sorted(found)

@@ -37,8 +37,8 @@ class Command:
         for line in self.process.stderr:
             self.lines.append(json.loads(line) if line.startswith("{") else {"event": "other", "text": line})
 
-    def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_for(self, event: str, seconds: float = START_SECONDS, **fields: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for line in list(self.lines):
                 if line["event"] == event and all(line.get(key) == value for key, value in fields.items()):
@@ -48,8 +48,8 @@ class Command:
             time.sleep(0.02)
         raise AssertionError(f"no {event} in {self.lines}")
 
-    def url(self) -> str:
-        return str(self.wait_for("ready")["url"])
+    def url(self, seconds: float = START_SECONDS) -> str:
+        return str(self.wait_for("ready", seconds)["url"])
 
     def end(self) -> tuple[int, float]:
         """(exit code, seconds until then)."""

@@ -233,6 +233,9 @@ class EngineClient:
         status = await self.wait_weights(lambda now: any(record.id == update for record in now.history), seconds)
         return next(record for record in status.history if record.id == update)
 
+    async def refresh(self) -> None:
+        """Nothing: nobody else speaks to this engine."""
+
     def _check_state(self) -> None:
         if self.state == "dead":
             raise _for_stream(self.fault)

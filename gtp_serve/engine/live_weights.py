@@ -32,6 +32,7 @@ from gtp_serve.refit.orders import (
     Exported,
     FlushCache,
     Join,
+    JoinGroup,
     Layout,
     Leave,
     RankExport,
@@ -100,20 +101,25 @@ class LiveWeights:
     def change_group(self, command: Join | Leave) -> Callable[[], Any | None]:
         """Have all ranks join or leave a group; returns what tells whether they have."""
         self._engine.settle()
+        group = command.group if isinstance(command, Join) else None
         what = JoinNow(group=command.group) if isinstance(command, Join) else LeaveNow(name=command.name)
         question = self._ranks.ask(what)
         deadline = self._clock() + GROUP_SECONDS
-        return lambda: self._joined(question, deadline)
+        return lambda: self._joined(question, deadline, group)
 
-    def _joined(self, question: Question, deadline: float) -> dict[str, int] | None:
+    def _joined(self, question: Question, deadline: float, group: JoinGroup | None) -> dict[str, int] | None:
         if question.complete:
             return {"ranks": len(question.bodies())}
         if self._clock() < deadline:
             return None
         self._ranks.forget(question)
-        raise UpdateFailed(
-            f"the group was not complete within {GROUP_SECONDS:g} s", [("late", question.missing)], code="group-late"
-        )
+        details = [("late", question.missing)]
+        if group is not None and group.host:
+            others = (
+                f"the trainer's rank 0 listens at {group.host}:{group.port} and all of its {group.world_size} members"
+            )
+            details.append(("check", f"that {others} come"))
+        raise UpdateFailed(f"the group was not complete within {GROUP_SECONDS:g} s", details, code="group-late")
 
     def export(self, command: Export) -> Callable[[], Any | None]:
         """Have all ranks write weights into memory beside their steps; returns what tells where they lie, once they do.

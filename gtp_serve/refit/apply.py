@@ -187,6 +187,9 @@ def _run(work: _Work, threads: int, progress: Callable[[int], None] | None) -> i
                         progress(copied)
         finally:
             work.stop()
-    for future in futures:
-        future.result()
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        del future, futures  # a failure that they keep has this frame: it would hold itself and the source's memory
     return total

@@ -159,7 +159,7 @@ class _Problems:
         if not self.found:
             return
         if len(self.found) == 1:
-            raise self.found[0]
+            raise self.found.pop()  # kept here too it would hold itself, and with its frames the memory of the source
         shown = [(str(n), str(one)) for n, one in enumerate(self.found[:_SHOWN_PROBLEMS], 1)]
         if len(self.found) > _SHOWN_PROBLEMS:
             shown.append(("and", f"{len(self.found) - _SHOWN_PROBLEMS} more"))

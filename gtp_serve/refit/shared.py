@@ -108,6 +108,9 @@ class SealedMemory:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        self.close()  # a descriptor that nobody holds would keep a model's bytes while the process lives
+
 
 def _create(flags: int) -> int:
     with suppress(OSError):  # Linux before 6.3 does not know the flag
@@ -131,11 +134,13 @@ class SharedBytes:
     def __init__(self, segment: Segment) -> None:
         self._fd = _open_sealed(segment)
         try:
-            self._map = mmap.mmap(self._fd, segment.size, access=mmap.ACCESS_READ)
+            # Held by its views alone, so that it goes with the last of them: it has a descriptor of its own.
+            self.view = memoryview(mmap.mmap(self._fd, segment.size, access=mmap.ACCESS_READ))
         except (OSError, ValueError, OverflowError) as error:
-            os.close(self._fd)
+            self.close()
             raise UpdateRefused(f"{_words(segment)} cannot be mapped: {error}", code="bad-segment") from error
-        self.view = memoryview(self._map)
+
+    _fd = -1
 
     @property
     def fd(self) -> int:
@@ -148,6 +153,9 @@ class SharedBytes:
         if fd >= 0:
             os.close(fd)
         self.view = memoryview(b"")
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _open_sealed(segment: Segment) -> int:

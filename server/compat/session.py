@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -50,6 +50,8 @@ class _Open:
     """What comes is not needed."""
     failure: str = ""
     """Why it can no longer be taken.  What still comes is received, for its sender's sake, and refused."""
+    told: set[str] = field(default_factory=set)
+    """All that has come, taken or not."""
 
 
 class FedSession:
@@ -81,8 +83,15 @@ class FedSession:
             if self._is_tied_head_again(serving, piece, version):
                 await self._let_pass(serving, piece, in_flight)
                 return None
+            names = set(_logical_names(piece))
+            if self._open is not None and self._open.failure and not names.isdisjoint(self._open.told):
+                # Its trainer has begun again from the front, without a word of an end.
+                label_later = self._open.label_later
+                await self._drop(serving, "its tensors began to come again")
+                self._open = _start(serving, version, label_later)
             now = self._open = self._open or _start(serving, version, False)
             _note_end(serving, now)
+            now.told |= names
             if not now.update:
                 await self._begin(serving, now, piece.group, in_flight)
             try:
@@ -92,7 +101,7 @@ class FedSession:
                 raise
             if now.failure:
                 raise _failed(now)
-            now.missing.difference_update(_logical_names(piece))
+            now.missing -= names
             return None if now.missing or now.label_later else await self._end(serving, now, None)
 
     async def end(self, serving: Serving, version: str | None = None) -> UpdateRecord | None:
@@ -196,7 +205,7 @@ def _failed(now: _Open) -> UpdateFailed:
 
 
 def _logical_names(piece: Piece) -> Iterable[str]:
-    for name, shape in zip(piece.names, piece.shapes, strict=True):
+    for name, shape in zip(piece.names, piece.shapes, strict=False):  # of other lengths it is refused
         yield from _names_of(logical_name(name), shape)
 
 

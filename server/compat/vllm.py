@@ -152,8 +152,13 @@ class VllmRoutes:
         version = read_string(body, "weight_version", limit=MAX_LABEL_CHARS) if "weight_version" in body else None
         started, self._started = self._started, False
         record = await self._front.session.end(serving, version)
-        if record is None and started:
-            raise UpdateRefused("no tensors have come", [("first", "POST /update_weights")], code="tensors-missing")
+        live = serving.client.weights.version
+        if record is None and (started or version not in (None, live)):
+            raise UpdateRefused(
+                "no tensors have come" + ("" if version is None else f" for version '{version}'"),
+                [("live", live), ("first", "POST /update_weights")],
+                code="tensors-missing",
+            )
         return JsonResponse({"message": "Weight update finished", "weight_version": serving.client.weights.version})
 
     async def _drop(self, serving: Serving, reason: str) -> None:

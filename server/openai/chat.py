@@ -51,7 +51,9 @@ class ChatApi:
             jobs = await prepare(call, serving)
         except RequestRejected as error:
             field = "tools" if conversation.offer.must else grammar_field(given)
-            names_here("messages", "top_logprobs", field).explain(error)
+            newer = body.get("max_tokens") is None and body.get("max_completion_tokens") is not None
+            limit = "max_completion_tokens" if newer else "max_tokens"
+            names_here("messages", "top_logprobs", field, limit).explain(error)
             raise
         answer = _Answer(
             serving, wanted, conversation, call.prompts[0].rid, one_call=not numbers["parallel_tool_calls"], bare=bare

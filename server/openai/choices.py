@@ -10,7 +10,7 @@ from gtp_serve.server.answer import event
 from gtp_serve.server.openai.reading import Wanted
 from gtp_serve.server.openai.tokens import TokenWriter, Top
 from gtp_serve.server.prepare import Job
-from gtp_serve.server.reply import Reply, Triple
+from gtp_serve.server.reply import Reply, Triple, abort_status
 from gtp_serve.server.run import Run
 from gtp_serve.server.state import Serving
 
@@ -55,6 +55,9 @@ class Frame:
         finish = job.reply.finish
         if finish is None:
             return {"finish_reason": None, "stop_reason": None}
+        if finish.type == "abort" and abort_status(finish) >= 400:  # beside choices that are good
+            fault = {"code": finish.code, "message": finish.message}
+            return {"finish_reason": "abort", "stop_reason": None, "error": fault}
         own = finish.matched in self._ends and finish.matched not in job.reply.prompt.sampling.stop_token_ids
         return {"finish_reason": finish.type, "stop_reason": None if own else finish.matched}
 

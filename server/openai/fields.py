@@ -6,7 +6,7 @@ unknown field is refused with the nearest right name.  A field that changes no t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gtp_serve.engine.limits import (
@@ -98,11 +98,14 @@ OPTION_NUMBERS: Mapping[str, Number] = {
 }
 
 _NOT_YET = "not supported yet"
+_NO_PADDING = "not supported: chunks are never padded"
+_ONE_TEXT = "not supported: what a model thinks stays in its text"
 _OTHER_MODALITIES = "not supported: text and token ids only"
 _NO_TEMPLATE = "not supported: a template comes from the model or the operator, never from a request"
 _NO_SUFFIX = "not supported: spell the model's own tokens for filling in a middle in the prompt"
 _ONE_REPLY = "not supported: replies are not ranked; send n"
 _TOOLS = "not supported: send tools"
+OPTIONS_AT_DEFAULT: AtDefault = {"include_obfuscation": ((False,), _NO_PADDING)}
 _SHARED_AT_DEFAULT: AtDefault = {
     "use_beam_search": ((False,), _NOT_YET),
     "length_penalty": ((1,), _NOT_YET),
@@ -135,6 +138,8 @@ CHAT_AT_DEFAULT: AtDefault = {
     "add_special_tokens": ((False,), "not supported: the template has them"),
     "verbosity": (("medium",), _NOT_YET),
     "store": ((False,), _NOT_YET),
+    "include_reasoning": ((True,), _ONE_TEXT),
+    "separate_reasoning": ((False,), _ONE_TEXT),
 }
 
 _IGNORED = {
@@ -315,18 +320,25 @@ CHAT_SCHEMAS: Mapping[str, Schema] = {
     **_SHARED_SCHEMAS,
 }
 
-#: Names that people send to the wrong route: ours.
-SYNONYMS: Mapping[str, str] = {
+_PROMPTS = ("prompt", "messages")
+#: Names that people send to the wrong route: ours, of which a route has one.
+_SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "num_tokens": "max_tokens",
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
     "min_new_tokens": "min_tokens",
-    "text": "prompt",
-    "inputs": "prompt",
-    "input_ids": "prompt",
-    "prompt_token_ids": "prompt",
+    "text": _PROMPTS,
+    "inputs": _PROMPTS,
+    "input_ids": _PROMPTS,
+    "prompt_token_ids": _PROMPTS,
+    "prompt": _PROMPTS,
+    "messages": _PROMPTS,
     "sampling_seed": "seed",
     "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_words": "stop",
     "no_stop_trim": "include_stop_str_in_output",
     "rid": "request_id",
     "regex": "structured_outputs.regex",
@@ -337,8 +349,11 @@ SYNONYMS: Mapping[str, str] = {
     "guided_grammar": "structured_outputs.grammar",
     "ebnf": "structured_outputs.grammar",
     "return_logprob": "logprobs",
+    "top_logprobs": "logprobs",
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
     "return_prompt_token_ids": "return_token_ids",
     "best_of": "n",
+    "num_return_sequences": "n",
 }
 
 
@@ -354,3 +369,15 @@ def numbers_of(own: Mapping[str, Number]) -> dict[str, Number]:
     """Every number and flag of a route, those of ``/generate`` under their names here."""
     sampled = {name: SAMPLING[ours] for name, ours in SAMPLED.items() if ours in SAMPLING}
     return {**sampled, **NUMBERS, "deadline_seconds": CALL_NUMBERS["deadline_seconds"], **own}
+
+
+def synonyms_of(names: Sequence[str]) -> dict[str, str]:
+    """Names that people try on a route: the one that it has instead.
+
+    :param names: of the route's fields.
+    """
+    found = {}
+    for name, ours in _SYNONYMS.items():
+        here = [one for one in ((ours,) if isinstance(ours, str) else ours) if one.partition(".")[0] in names]
+        found |= {name: here[0]} if here else {}
+    return found

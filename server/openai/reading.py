@@ -20,12 +20,13 @@ from gtp_serve.server.openai.fields import (
     GRAMMARS,
     MAX_NAME_CHARS,
     OPTION_NUMBERS,
+    OPTIONS_AT_DEFAULT,
     SAMPLED,
-    SYNONYMS,
     AtDefault,
+    synonyms_of,
 )
 from gtp_serve.server.sampling_fields import ANY_JSON_OBJECT
-from gtp_serve.server.schemas import Number, check_at_default, describe, read_number
+from gtp_serve.server.schemas import MAX_TOKENS, Number, check_at_default, describe, read_number
 
 TOO_LONG = "This model's maximum context length was exceeded"
 """Clients look for these words."""
@@ -43,8 +44,8 @@ class Names:
     names: Mapping[str, str]
 
     def explain(self, error: BaseException) -> BaseException:
-        """The same error in these names."""
-        if not isinstance(error, RequestRejected):
+        """The same error in these names; what it quotes of the client's own names stays."""
+        if not isinstance(error, RequestRejected) or error.code == "unknown-field":
             return error
         error.message = _OURS.sub(self._renamed, error.message)
         error.details = tuple((label, _OURS.sub(self._renamed, text)) for label, text in error.details)
@@ -59,15 +60,17 @@ class Names:
         return self.names.get(ours, ours)
 
 
-def names_here(prompt: str, logprobs: str, grammar: str = "structured_outputs") -> Names:
+def names_here(prompt: str, logprobs: str, grammar: str = "structured_outputs", most: str = "max_tokens") -> Names:
     """Names of a route.
 
     :param prompt: the field that the prompt comes from.
     :param logprobs: the field that asks for other tokens' log-probabilities.
     :param grammar: the field that a grammar came from.
+    :param most: the field that limits the reply.
     """
     grammars = dict.fromkeys(("json_schema", "regex", "ebnf", "choice", "tool_calls"), grammar)
     others = {"text": prompt, "input_ids": prompt, "top_logprobs_num": logprobs, "return_logprob": "logprobs"}
+    others["max_new_tokens"] = most
     return Names(names={ours: theirs for theirs, ours in {**SAMPLED, **CALLED}.items()} | grammars | others)
 
 
@@ -95,7 +98,7 @@ def read_fields(
 
     :raises RequestRejected: for a name that there is not, and for what is only taken at its default.
     """
-    check_names(body, names, synonyms=SYNONYMS)
+    check_names(body, names, synonyms=synonyms_of(names))
     given = {name: value for name, value in body.items() if value is not None}
     check_at_default(given, "", at_default)
     read_text(given, "model", limit=MAX_NAME_CHARS)
@@ -109,7 +112,8 @@ def read_wanted(
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise RequestRejected(f"stream_options must be an object, not {describe(options)}", param="stream_options")
-    check_names(options, [*OPTION_NUMBERS], "stream_options.")
+    check_names(options, [*OPTION_NUMBERS, *OPTIONS_AT_DEFAULT], "stream_options.")
+    check_at_default(options, "stream_options.", OPTIONS_AT_DEFAULT)
     flags = {name: read_number(options, name, field, "stream_options.") for name, field in OPTION_NUMBERS.items()}
     if "stream_options" in given and not numbers["stream"]:
         raise RequestRejected("stream_options needs stream", [("send", "stream: true")], param="stream_options")
@@ -149,7 +153,8 @@ def make_call(
     sampling |= read_grammar(given)
     if "max_new_tokens" not in sampling:
         least = sampling.get("min_new_tokens", 0)
-        sampling["max_new_tokens"] = max(most, least) if type(least) is int else most
+        least = least if type(least) is int and least <= MAX_TOKENS else 0  # what cannot be is refused under its name
+        sampling["max_new_tokens"] = max(most, least)
     of_prompt = wanted.prompt_logprobs is not None or (wanted.echo and wanted.logprobs is not None)
     body = {
         **prompt,
@@ -164,7 +169,7 @@ def make_call(
     changed: dict[str, Any] = {} if "max_tokens" in given else {"max_is_default": True}
     changed |= {} if grammar is None else {"grammar": grammar}
     prompts = (replace(one, sampling=replace(one.sampling, **changed)) for one in call.prompts)
-    return replace(call, prompts=tuple(prompts))
+    return replace(call, prompts=tuple(prompts), as_list=False)
 
 
 def grammar_field(given: Mapping[str, Any]) -> str:

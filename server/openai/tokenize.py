@@ -1,4 +1,7 @@
-"""``POST /tokenize`` and ``/detokenize``: what the server makes of a text, of a conversation, and of ids."""
+"""``POST /tokenize`` and ``/detokenize``: what the server makes of a text, of a conversation, and of ids.
+
+``GET /tokenizer_info`` tells the rest that a client needs to do without the tokenizer's files.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _SYNONYMS = dict.fromkeys(("token_ids", "ids", "input_ids"), "tokens")
 
 
 class TokenizeRoutes:
-    """Both, under vLLM's and SGLang's paths."""
+    """Under vLLM's and SGLang's paths."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -65,8 +68,21 @@ class TokenizeRoutes:
         """Every path of this module."""
         table = (("tokenize", self.tokenize), ("detokenize", self.detokenize))
         return [
-            Route(f"{prefix}/{name}", handler, methods=["POST"]) for name, handler in table for prefix in ("", "/v1")
+            Route("/tokenizer_info", self.info, methods=["GET"]),
+            *(Route(f"{prefix}/{name}", handler, methods=["POST"]) for name, handler in table for prefix in ("", "/v1")),
         ]
+
+    async def info(self, request: Request) -> Response:
+        """Special tokens and the chat template, under the names of ``tokenizer_config.json``."""
+        serving = self._state.require_serving()
+        tokenizer = _tokenizer(serving, "/tokenizer_info")
+        body = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.special_tokens,
+            "chat_template": tokenizer.chat_source or None,
+            "model_max_length": serving.engine.max_context,
+        }
+        return JsonResponse(body)
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a text, of several, or of a conversation."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from foreign_trainer import free_port, obey
+from msgspec.structs import replace
 from torch import Tensor
 
 from gtp_serve.errors import GtpServeError, UpdateFailed, UpdateRefused
@@ -47,13 +48,13 @@ def piece(form: Literal["", "flattened_bucket", "vllm_packed"] = "", bucket_byte
 
 
 class Trainer:
-    def __init__(self, kind: str, world_size: int = 2) -> None:
+    def __init__(self, kind: str, world_size: int = 2, only: tuple[str, ...] = tuple(TENSORS)) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["foreign_trainer"])
         self.port, self.kind, self.world_size = free_port(), kind, world_size
         self.orders, theirs = context.Pipe()
-        tensors = {name: tensor.tolist() for name, tensor in TENSORS.items()}
-        types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in TENSORS.items()}
+        tensors = {name: TENSORS[name].tolist() for name in only}
+        types = {name: str(TENSORS[name].dtype).removeprefix("torch.") for name in only}
         args = (kind, self.port, world_size, theirs, tensors, types)
         self.process = context.Process(target=obey, args=args)
         self.process.start()
@@ -150,6 +151,53 @@ def test_several_ranks_of_an_engine_get_the_same() -> None:
         one.close()
     check_tensors(found[0])
     check_tensors(found[1])
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"shapes": ((1, 1), (3,))}, "more bytes came for first than"),
+        ({"dtypes": ("float32", "float32")}, "fewer bytes came for second than"),
+        ({"dtypes": ("bfloat16", "bfloat16")}, "more bytes came for first than"),
+        ({"shapes": ((4096, 4096), (3,))}, "fewer bytes came for first than"),
+        ({"shapes": ((1, 1), (2,)), "packed": "flattened_bucket"}, "more bytes came for first and 1 more than"),
+        ({"shapes": ((3, 4), (4,)), "packed": "flattened_bucket"}, "fewer bytes came for first and 1 more than"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 5])  # of five, ranks pass on what has come
+def test_other_bytes_than_were_told_are_refused_by_name_and_the_group_goes_on(
+    told: dict[str, Any], words: str, world_size: int
+) -> None:
+    """gloo itself ends the process when more bytes come, and leaves what lay there when fewer do."""
+    form: dict[str, Any] = {"dtypes": ("float32", "bfloat16"), "shapes": ((3, 4), (3,)), "packed": "", **told}
+    crooked = Piece(names=("first", "second"), **form)
+    source = Trainer("torch", world_size, only=("first", "second"))
+    ranks = [ForeignGroups(rank, "cpu") for rank in range(world_size - 1)]
+    refusals: list[GtpServeError] = []
+
+    def obey_the_trainer(groups: ForeignGroups) -> None:
+        groups.join(source.order())
+        for piece_told in (crooked, replace(crooked, **good)):
+            try:
+                groups.get("weights").receive(piece_told, lambda index, tensor: None, patience())
+            except GtpServeError as error:
+                refusals.append(error)
+
+    good: dict[str, Any] = {"dtypes": ("float32", "bfloat16"), "shapes": ((3, 4), (3,))}
+    threads = [threading.Thread(target=obey_the_trainer, args=(groups,)) for groups in ranks]
+    for thread in threads:
+        thread.start()
+    assert source.orders.recv() == "open"
+    for _ in range(2):
+        source.send("each" if not crooked.packed else "bucket")
+    for thread in threads:
+        thread.join(60)
+    source.send("end")
+    source.process.join(30)
+    for groups in ranks:
+        groups.close()
+    assert [error.code for error in refusals] == ["tensors-refused"] * len(ranks)
+    assert all(str(error).startswith(words) for error in refusals), [str(error) for error in refusals]
 
 
 def test_a_trainer_that_dies_breaks_the_group_at_once_and_it_can_be_joined_again() -> None:

@@ -105,6 +105,22 @@ def test_a_push_that_is_refused_is_told_and_ends_with_1(capsys: pytest.CaptureFi
     assert "not taken after" in capsys.readouterr().out
 
 
+def test_a_run_that_is_not_as_asked_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt as long as the context has room for, and a run that ends before its first push."""
+    client = PushedClient(script=as_long_as_asked, weights=WeightsStatus(version="4"))
+    out = tmp_path / "run.json"
+    words = ("--groups", "1", "--samples", "1", "--in", "999999", "--out", "2", "--push", "run", "--every", "500")
+
+    assert bench(client, *words, "--json", str(out)) == 1
+
+    told, given = capsys.readouterr().out, json.loads(out.read_text(encoding="utf-8"))
+    fits = len(client.requests[0].input_ids)
+    assert 0 < fits < 999999
+    assert given["load"]["input_tokens"] == fits
+    assert f"prompts have {fits:,} tokens, not 999,999: more do not fit the context" in told
+    assert "nothing was pushed: the run was over before the first push, after 500 s (--every)" in told
+
+
 def test_some_failures_are_counted_and_all_failures_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     client = FakeClient(script=as_long_as_asked)
     client.reject = RequestRejected("no room at all")
@@ -128,7 +144,7 @@ def test_a_server_that_is_not_there_is_an_environment_fault(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "words", [("--groups", "0"), ("--spread", "9"), ("--timeout", "nan"), ("--json", "/none/such/file")]
+    "words", [("--groups", "0"), ("--spread", "9"), ("--timeout", "nan"), ("--json", "/none/such/file"), ("--plot", "run.png")]
 )
 def test_values_that_cannot_be_are_refused_before_any_load(words: tuple[str, ...]) -> None:
     assert cli.main(["bench", "http://127.0.0.1:9", *words]) == 2

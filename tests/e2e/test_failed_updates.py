@@ -1,9 +1,14 @@
-"""Two hundred updates that fail, in every way that is quick: memory, descriptors and threads are as they were."""
+"""Updates that fail, in each way that is quick, and trainers that die: processes hold no more than they held before.
+
+GTP_SERVE_LONG_TESTS=1: a thousand of each.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +20,7 @@ import httpx
 import pytest
 import torch
 from checkpoint_files import SMALL, random_tensors, write_hf
+from foreign_trainer import free_port, obey
 from safetensors.torch import save_file
 from serve_command import Command
 
@@ -22,7 +28,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
 
 CONFIG = replace(SMALL, hidden_size=256, head_dim=64, ffn_size=512, vocab_size=501, vocab_rows=501, dtype="float32")
 NORM = "model.norm.weight"
-FAILURES = 200
+LONG = "GTP_SERVE_LONG_TESTS" in os.environ
+FAILURES = 1000 if LONG else 200
+DEATHS = 1000 if LONG else 40
 GROWTH = 6 << 20
 """Bytes that a process's memory may waver by; one set of these weights is 4 MB, and 160 of them would be 640."""
 _SETTLE = 40
@@ -95,6 +103,22 @@ def _counts(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
+def check_flat(served: Served, before: dict[int, tuple[int, int, int]]) -> None:
+    deadline = time.monotonic() + 20
+    while True:  # the last one's threads may still be ending
+        after = served.held()
+        assert after.keys() == before.keys()
+        if all(after[pid][1:] <= before[pid][1:] for pid in before) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    grown = {pid: tuple(b - a for a, b in zip(before[pid], after[pid], strict=True)) for pid in before}
+    print(f"bytes, descriptors and threads more than after {_SETTLE} of them: {sorted(grown.values())}")
+    for memory, descriptors, threads in grown.values():
+        assert memory < GROWTH, grown
+        assert descriptors <= _CONNECTIONS, grown
+        assert threads <= 1, grown
+
+
 def fail(served: Served, number: int) -> None:
     """One of the ways to fail, in turn."""
     version = f"f{number}"
@@ -118,7 +142,8 @@ def fail(served: Served, number: int) -> None:
         assert served.http.post(f"{path}/abort", json={"reason": "nobody comes"}).json()["state"] == "aborted"
 
 
-def test_w8_two_hundred_failed_updates_leave_the_servers_processes_as_they_were(served: Served) -> None:
+@pytest.mark.timeout(3600)
+def test_w8_hundreds_of_failed_updates_leave_the_servers_processes_as_they_were(served: Served) -> None:
     assert served.disk("first", "good").status_code == 200
     digest = served.digest()
     for number in range(_SETTLE):
@@ -126,19 +151,61 @@ def test_w8_two_hundred_failed_updates_leave_the_servers_processes_as_they_were(
     before = served.held()
     for number in range(_SETTLE, FAILURES):
         fail(served, number)
-    deadline = time.monotonic() + 20
-    while True:  # the last one's threads may still be ending
-        after = served.held()
-        assert after.keys() == before.keys()
-        if all(after[pid][1:] <= before[pid][1:] for pid in before) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    grown = {pid: tuple(b - a for a, b in zip(before[pid], after[pid], strict=True)) for pid in before}
-    for memory, descriptors, threads in grown.values():
-        assert memory < GROWTH, grown
-        assert descriptors <= _CONNECTIONS, grown
-        assert threads <= 1, grown
+    check_flat(served, before)
     assert served.digest() == digest
     begun = 1 + sum(number % 6 != 4 for number in range(FAILURES))  # what cannot be opened does not even begin
     assert len(served.http.get("/weights").json()["history"]) == min(200, begun)
+    assert served.disk("last", "good").json()["digest"] == digest
+
+
+class Trainer:
+    """A process that opens a group with the server's two ranks, and is killed."""
+
+    def __init__(self, served: Served) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["foreign_trainer"])
+        self.orders, theirs = context.Pipe()
+        port = free_port()
+        self.process = context.Process(target=obey, args=("torch", port, 3, theirs, {}, {}))
+        self.process.start()
+        theirs.close()
+        place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 3}
+        group = {**place, "group_name": "weights", "backend": "gloo"}
+        reply = served.http.post("/init_weights_update_group", json=group)
+        assert reply.status_code == 200, reply.text
+        assert self.orders.recv() == "open"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.orders.close()
+
+
+def die(served: Served, number: int) -> None:
+    """A trainer comes and is killed: before it says anything, or while the server waits for what it has told of."""
+    trainer = Trainer(served)
+    if number % 2:
+        trainer.kill()
+        return
+    body = {"names": [NORM], "dtypes": ["float32"], "shapes": [[CONFIG.hidden_size]], "group_name": "weights"}
+    killing = threading.Timer(0.02, trainer.kill)
+    killing.start()
+    reply = served.http.post("/update_weights_from_distributed", json=body)
+    killing.join()
+    assert reply.status_code == 400, reply.text
+    assert served.http.post("/end_weight_update", json={}).status_code == 400
+
+
+@pytest.mark.timeout(7200)
+def test_w8_trainers_that_come_and_die_leave_the_servers_processes_as_they_were(served: Served) -> None:
+    assert served.disk("first", "good").status_code == 200
+    digest = served.digest()
+    for number in range(_SETTLE):
+        die(served, number)
+    before = served.held()
+    for number in range(_SETTLE, _SETTLE + DEATHS):
+        die(served, number)
+    check_flat(served, before)
+    assert served.digest() == digest
     assert served.disk("last", "good").json()["digest"] == digest

@@ -17,7 +17,7 @@ from fakes_server import DATA, EOS, ROUTED_ROW, FakeClient, FakeServer, byte_ids
 
 from gtp_serve.config import MoeConfig
 from gtp_serve.engine.limits import MAX_BIASED, MAX_GRAMMAR_CHARS, MAX_LISTED
-from gtp_serve.request import Grammar, LogprobOptions
+from gtp_serve.request import FinishReason, Grammar, LogprobOptions
 from gtp_serve.server.grammar_check import GrammarChecker, checker_argv
 
 pytestmark = pytest.mark.e2e
@@ -251,6 +251,21 @@ def test_routed_experts_come_with_the_end_also_when_a_stop_string_ends_it() -> N
                 assert base64.b64decode(meta["routed_experts"]) == ROUTED_ROW * (3 + tokens - 1)
                 part = parsed(await server.generate(**body, routed_experts_start_len=2))["meta_info"]
                 assert base64.b64decode(part["routed_experts"]) == ROUTED_ROW * (3 + tokens - 1 - 2)
+
+    run(go())
+
+
+@pytest.mark.parametrize("code", ["grammar-dead-end", "no-token-allowed"])
+def test_a_request_whose_own_fields_leave_it_no_token_is_the_clients_error_and_not_the_servers(code: str) -> None:
+    async def go() -> None:
+        finish = FinishReason(type="abort", code=code, message="nothing is left")
+        async with serving(says("ab", finish=finish)) as server:
+            for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+                reply = await server.http.post(path, json=body)
+                assert (reply.status_code, parsed(reply)["error"]["code"]) == (400, code), reply.text
+            both = parsed(await server.generate(text=["a", "b"]))
+            ends = [one["meta_info"]["finish_reason"] for one in both]
+            assert [(end["type"], end["status_code"], end["err_type"]) for end in ends] == [("abort", 400, code)] * 2
 
     run(go())
 

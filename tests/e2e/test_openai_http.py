@@ -511,6 +511,14 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("completions", {"prompt": [1_000_000]}, "prompt", None),
     ("completions", {"prompt": "a", "temprature": 1}, "temprature", "temperature"),
     ("completions", {"prompt": "a", "guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+    ("completions", {"prompt": "a", "max_new_tokens": 3}, "max_new_tokens", "max_tokens"),
+    ("completions", {"prompt": "a", "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens"),
+    ("completions", {"prompt": "a", "rid": "r"}, "rid", "request_id"),
+    ("completions", {"prompt": "a", "return_logprob": True}, "return_logprob", "logprobs"),
+    ("completions", {"prompt": "a", "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ("completions", {"prompt": "a", "stop_words": ["b"]}, "stop_words", "stop"),
+    ("completions", {"input_ids": [1]}, "input_ids", "prompt"),
+    ("completions", {"messages": USER}, "messages", "prompt"),
     ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", None),
     ("completions", {"prompt": "a", "max_tokens": 1.5}, "max_tokens", None),
     ("completions", {"prompt": "a", "min_tokens": 9, "max_tokens": 1}, "min_tokens", None),
@@ -532,6 +540,13 @@ BAD: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("completions", {"prompt": "a", "request_id": ""}, "request_id", None),
     ("chat/completions", {}, "messages", None),
     ("chat/completions", {"messages": []}, "messages", None),
+    ("chat/completions", {"messages": USER, "max_new_tokens": 3}, "max_new_tokens", "max_tokens"),
+    ("chat/completions", {"messages": USER, "top_logprobs_num": 3}, "top_logprobs_num", "top_logprobs"),
+    ("chat/completions", {"messages": USER, "num_return_sequences": 3}, "num_return_sequences", "n"),
+    ("chat/completions", {"input_ids": [1]}, "input_ids", "messages"),
+    ("chat/completions", {"text": "a"}, "text", "messages"),
+    ("chat/completions", {"prompt": "a"}, "prompt", "messages"),
+    ("chat/completions", {"messages": USER, "include_reasoning": False}, "include_reasoning", None),
     ("chat/completions", {"messages": ["a"]}, "messages[0]", None),
     ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role", None),
     ("chat/completions", {"messages": [{"role": "a\nb", "content": "a"}]}, "messages[0].role", None),
@@ -613,8 +628,11 @@ def test_each_wrong_field_is_named_and_nothing_runs() -> None:
                     continue
                 error = await refused(server, f"/v1/{path}", **{**body, **more})
                 assert (error["param"], error["did_you_mean"]) == (param, right), (body, error)
+                theirs = {"input_ids"} & set(body)
                 assert "sampling_params" not in error["message"], error
-                assert "input_ids" not in error["message"], error
+                assert theirs or "input_ids" not in error["message"], error
+                if error["code"] == "unknown-field":
+                    assert f"'{param.rpartition('.')[2]}'" in error["message"], error
         assert server.client.requests == []
 
     with_server(check)
@@ -631,6 +649,43 @@ def test_bodies_that_are_no_json_are_400(path: str) -> None:
             assert set(reply.json()["error"]) == {"code", "message", "param", "did_you_mean", "type"}
         assert (await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})).status_code == 415
         assert (await server.http.get(path)).status_code == 405
+
+    with_server(check)
+
+
+def test_what_the_official_client_can_turn_off_is_off() -> None:
+    """OpenAI pads the chunks of a stream unless it is told not to, and vLLM tells what a model thought."""
+
+    async def check(server: FakeServer) -> None:
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
+            asked = {**body, "stream": True, "max_tokens": 1}
+            plain = await server.http.post(f"/v1/{path}", json={**asked, "stream_options": {"include_obfuscation": False}})
+            assert plain.status_code == 200, plain.text
+            error = await refused(server, f"/v1/{path}", **asked, stream_options={"include_obfuscation": True})
+            assert (error["code"], error["param"]) == ("not-supported", "stream_options.include_obfuscation")
+        told = await server.http.post("/v1/chat/completions", json={"messages": USER, "include_reasoning": True})
+        assert told.status_code == 200, told.text
+
+    with_server(check)
+
+
+def test_path_that_is_not_there_names_the_nearest() -> None:
+    async def check(server: FakeServer) -> None:
+        for path, right in (
+            ("/v1/completion", "/v1/completions"),
+            ("/v1/chat/completions/", "/v1/chat/completions"),
+            ("/chat/completions", "/v1/chat/completions"),
+            ("/completions", "/v1/completions"),
+            ("/models", "/v1/models"),
+            ("/v1/health", "/health"),
+            ("/generat", "/generate"),
+            ("/nothing/like/it", None),
+            ("/" + "a" * 5000, None),
+        ):
+            reply = await server.http.get(path)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["did_you_mean"]) == (404, "not-found", right), path
+            assert right is None or f"'{right}'" in error["message"]
 
     with_server(check)
 
@@ -711,6 +766,26 @@ def test_tokenize_and_detokenize_are_each_others_inverse() -> None:
             assert str((await refused(server, "/detokenize", tokens=bad))["param"]).startswith("tokens")
 
     with_server(check)
+
+
+def test_tokenizer_info_tells_what_a_harness_needs_to_do_without_files() -> None:
+    """lm-eval asks for it first: it then encodes, decodes and knows the end token by this server alone."""
+
+    async def check(server: FakeServer) -> None:
+        info = (await server.http.get("/tokenizer_info")).json()
+        end = (await post(server, "/tokenize", prompt=info["eos_token"], add_special_tokens=False))["tokens"]
+        assert end == [EOS]
+        assert info["model_max_length"] == server.state.require_serving().engine.max_context
+        said = await post(server, "/tokenize", messages=USER)
+        assert "messages" in info["chat_template"] and said["count"] > 0
+
+    with_server(check)
+
+    async def without(server: FakeServer) -> None:
+        reply = await server.http.get("/tokenizer_info")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no-tokenizer")
+
+    with_server(without, tokenizer=None)
 
 
 def test_server_info_tells_limits_and_probes_tell_life() -> None:

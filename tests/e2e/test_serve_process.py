@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -198,6 +199,31 @@ def test_the_port_answers_within_a_second_and_no_phase_is_silent(commands: list[
     assert (code, seconds < 4) == (0, True)
 
 
+def test_f6_a_checkpoint_is_compared_with_a_list_of_its_files_or_it_is_said_that_it_was_not(
+    commands: list[Command], tmp_path: Path
+) -> None:
+    folder = next(CKPT.glob("iter_*"))
+    files = sorted(one for one in folder.iterdir() if one.is_file())
+    lines = [f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}" for one in files]
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.write_text("\n".join(lines))
+    bad.write_text("\n".join([*lines[:-1], f"{'0' * 64}  {files[-1].name}"]))
+
+    refused = serve(commands, "--manifest", str(bad))
+    assert refused.end()[0] == 3
+    failed = next(line for line in refused.lines if line["event"] == "failed")
+    assert (failed["code"], failed["message"]) == ("ckpt-corrupt", f"{files[-1]} is not the file that {bad} lists")
+    assert failed["details"]["listed"] == "0" * 64
+
+    verified = serve(commands, "--manifest", str(good))
+    verified.url()
+    size = sum(one.stat().st_size for one in files)
+    assert verified.wait_for("phase", phase="verify_files", state="ok")["detail"].startswith(f"{size / 2**30:.2f} GiB")
+    assert not [line for line in verified.lines if line["event"] == "files"]
+    unlisted = serve(commands)
+    assert unlisted.wait_for("files")["is"] == "not verified (no --manifest)"
+
+
 def test_l2_sigterm_lets_running_requests_finish_and_refuses_new_ones(commands: list[Command]) -> None:
     command = serve(commands, "--drain-timeout", "30")
     url = command.url()
@@ -321,10 +347,11 @@ def test_each_failure_to_start_reads_as_committed(tmp_path: Path) -> None:
                 "--port",
                 "0",
                 "--kv-memory",
-                "1MiB",
+                "1KiB",
                 "--context",
-                "9999",
+                "64",
             ),
+            "longer than the model": ("--ckpt", str(CKPT), "--no-tokenizer", "--port", "0", "--context", "9999"),
             "no such iteration": ("--ckpt", str(CKPT), "--no-tokenizer", "--port", "0", "--iteration", "7"),
             "grid is said wrongly": (
                 "--ckpt",

@@ -33,6 +33,7 @@ from gtp_serve.refit.orders import (
     Segment,
     StoredShard,
     StreamOrder,
+    UpdateRecord,
     UpdateRequest,
     WeightsStatus,
 )
@@ -313,6 +314,8 @@ def test_an_update_is_202_until_it_has_ended_and_200_then() -> None:
             server.client.end_update("aborted", code="aborted", message="enough")
             ended = await server.http.get(path)
             assert (ended.status_code, ended.json()["state"], ended.json()["code"]) == (200, "aborted", "aborted")
+            server.client.unheard = UpdateRecord(id="another", version="9", base="0", state="staging", kind="disk")
+            assert (await server.http.get("/weights/updates/another")).status_code == 202
             unknown = await server.http.get("/weights/updates/none")
             assert (unknown.status_code, error_of(unknown)["code"]) == (404, "unknown-update")
 

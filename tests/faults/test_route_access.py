@@ -33,7 +33,7 @@ PUBLIC_ROUTES = ("/", "/docs", "/icon.svg", "/health", "/ready")
 """Answer everybody, also when there is an API key."""
 CLIENT_ROUTES = (
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{id:path}",
-    "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize",
+    "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/tokenizer_info",
     "/server_info", "/get_server_info", "/v1/loads", "/version", "/liveness", "/health_generate",
     "/model_info", "/get_model_info", "/metrics", "/stats", "/checkpoint", "/openapi.json",
 )  # fmt: skip

@@ -13,7 +13,8 @@ from golden_file import same_as_golden
 from gtp_serve import __version__
 from gtp_serve.errors import UsageError
 from gtp_serve.server import cli
-from gtp_serve.server.flags import ALIASES, FOREIGN
+from gtp_serve.server.flags import ALIASES
+from gtp_serve.server.foreign_flags import FOREIGN
 from gtp_serve.server.options import ServeOptions
 from gtp_serve.server.settings import SETTINGS
 from gtp_serve.sizes import parse_size
@@ -171,6 +172,46 @@ def test_no_alias_and_no_foreign_option_is_one_of_ours() -> None:
     ours = {word for action in cli.build_serve_parser()._actions for word in action.option_strings}
     assert not ours & {*ALIASES, *FOREIGN}
     assert set(ALIASES.values()) <= ours
+
+
+@pytest.mark.parametrize(
+    ("words", "whose", "here"),
+    [
+        (["--tool-call-parser", "hermes"], "vLLM's and SGLang's", "calls in JSON are recognised"),
+        (["-pp", "2"], "vLLM's", "loads at any --tp"),
+        (["--disaggregation-mode", "prefill"], "SGLang's", "not in this version"),
+        (["--swiglu"], "Megatron's", "described by the checkpoint"),
+        (["--quantization", "fp8"], "vLLM's and SGLang's", "--quant int8"),
+    ],
+)
+def test_options_of_other_servers_are_known_and_answered(words: list[str], whose: str, here: str) -> None:
+    with pytest.raises(UsageError, match=f"that is {whose}") as caught:
+        options(*words)
+    assert here in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "helps"),
+    [
+        (["inspct", "run"], "there is no command 'inspct'", "gtp-serve inspect"),
+        (["wieghts", "http://a:1"], "there is no command 'wieghts'", "gtp-serve weights"),
+        (["run"], "unexpected argument 'run'", "gtp-serve --ckpt run"),
+        (["inspect", "run", "--jsn"], "unknown option --jsn", "--json"),
+        (["push", "http://a:1", "--ckpt", "run", "--dryrun"], "unknown option --dryrun", "--dry-run"),
+        (["inspect", "run", "run"], "unexpected argument 'run'", "gtp-serve inspect --help"),
+    ],
+)
+def test_a_slip_in_a_command_or_its_options_names_the_nearest(
+    words: list[str], says: str, helps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert helps in told
+
+
+def test_what_starts_other_servers_with_tools_and_sleep_starts_this_one() -> None:
+    assert options("--enable-auto-tool-choice", "--enable-sleep-mode", "--enable-memory-saver") == BASE
 
 
 def test_the_help_is_one_screen_of_at_most_28_options() -> None:

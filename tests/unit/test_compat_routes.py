@@ -485,6 +485,20 @@ def test_vllm_finish_of_an_update_with_missing_tensors_is_refused_by_name() -> N
     run(work)
 
 
+def test_vllm_finish_never_says_that_a_version_serves_which_does_not() -> None:
+    async def work(server: FakeServer, client: FedClient) -> None:
+        refused = await post(server, "/finish_weight_update", 400, weight_version="policy-3")
+        assert refused["error"]["code"] == "tensors-missing"
+        assert "policy-3" in refused["error"]["message"]
+        await post(server, "/start_weight_update")
+        await post(server, "/update_weights", update_info=described(client, count=1, dtypes="dtype_names"))
+        for _ in range(2):  # the answer to the first may have been lost
+            body = await post(server, "/finish_weight_update", weight_version="policy-3")
+            assert body["weight_version"] == "policy-3"
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     "body",
     [

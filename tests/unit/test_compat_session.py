@@ -135,6 +135,30 @@ def test_after_a_refused_bucket_the_rest_is_received_and_refused_until_the_end_i
     assert client.weights.version == "2"
 
 
+@pytest.mark.parametrize("version", [None, "1"])
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_trainer_that_begins_again_after_a_refused_bucket_needs_no_end_in_between(
+    version: str | None, refused_first: bool
+) -> None:
+    client, session = FedClient(), FedSession()
+    first, second, third = pieces(client)
+    client.bad = {first.names[0] if refused_first else second.names[0]}
+
+    async def work() -> None:
+        serving = client.serving()
+        if not refused_first:
+            await session.take(serving, first, version, "keep")
+        for piece in (first,) if refused_first else (second, third):
+            with pytest.raises(GtpServeError):
+                await session.take(serving, piece, version, "keep")
+        client.bad = set()
+        await take_all(session, client, version)
+
+    run(work())
+    assert client.weights.version == "1"
+    assert client.weights.update is None
+
+
 def test_another_version_drops_what_has_come_before() -> None:
     client, session = FedClient(), FedSession()
 

@@ -112,6 +112,12 @@ def test_a_group_is_joined_beside_the_steps_and_answered_when_all_are_in() -> No
         bench.step()
     assert bench.result(call) == {"ranks": 2}
 
+    alone = bench.ask(Join(group=group))
+    bench.now += 121.0
+    bench.poll()
+    with pytest.raises(UpdateFailed, match="rank 0 listens at h:1 and all of its 3 members"):
+        bench.result(alone)
+
     late = bench.ask(Leave(name="g"))
     bench.now += 121.0
     bench.poll()

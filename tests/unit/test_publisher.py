@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refit_harness import weight_memory
 from refit_server import KEY, RefitServer
 from safetensors.torch import load
 from transfer_world import MODELS, engine_ranks, model_bytes, same, state_dict, trainer_ranks
@@ -151,17 +152,11 @@ def test_a_server_that_is_not_there_is_told_in_one_sentence() -> None:
 
 
 def test_memory_of_a_push_is_gone_afterwards(server: RefitServer) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before, opened = sorted(os.listdir("/dev/shm")), weight_memory()
     Publisher(server.url, KEY, "memory").push(state_dict(MODEL, SEED), "1")
 
-    assert segments() == []
+    assert weight_memory() == opened
     assert sorted(os.listdir("/dev/shm")) == before
-
-
-def segments() -> list[str]:
-    """Memory for weights that this process has open."""
-    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return [os.readlink(link) for link in links if os.path.lexists(link) and "gtp-serve-weights" in os.readlink(link)]
 
 
 def test_a_server_that_cannot_open_the_memory_gets_the_weights_over_a_group(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from refit_harness import (
     memory_order,
     resident,
     slowly,
+    weight_memory,
 )
 from torch import Tensor
 
@@ -60,6 +63,31 @@ def test_shared_memory_is_staged_and_its_flipped_bit_is_found(rank: Rank) -> Non
     assert error[0] == "digest-mismatch"
     assert error[1].startswith(first.shard.key)
     memory.close()
+
+
+@pytest.mark.parametrize("what", ["another digest", "another name"])
+def test_memory_of_an_update_that_failed_is_let_go_of_without_the_collectors_help(rank: Rank, what: str) -> None:
+    """It may be a whole model, and the collector comes late or, in a process that has frozen its objects, never."""
+    order, memory = memory_order(random_tensors(SMALL, 2))
+    first = order.shards[0]
+    if what == "another digest":
+        bad = msgspec.structs.replace(first, digest="0" * 32)
+    else:
+        span = replace(first.shard.spans[0], name="other")
+        bad = msgspec.structs.replace(first, shard=replace(first.shard, spans=(span,)))
+    gc.collect()
+    gc.disable()
+    try:
+        before = weight_memory()
+        rank.stage("bad", MemoryOrder(segments=order.segments, shards=(bad, *order.shards[1:])))
+        assert rank.vote("bad").error is not None
+        deadline = time.monotonic() + 20
+        while weight_memory() != before and time.monotonic() < deadline:
+            time.sleep(0.01)  # the thread that voted is about to end
+        assert weight_memory() == before
+    finally:
+        gc.enable()
+        memory.close()
 
 
 def test_orders_that_need_a_transport_are_refused_without_one(rank: Rank) -> None:

@@ -126,6 +126,30 @@ def test_nothing_is_left_open_or_on_disk_by_a_writer() -> None:
     assert set(os.listdir("/dev/shm")) == names
 
 
+def test_memory_that_nobody_closed_goes_with_whoever_held_it() -> None:
+    before = open_fds()
+    memory = SealedMemory(8)
+    memory.append(b"abc")
+    shared = SharedBytes(memory.seal())
+    assert len(open_fds() - before) == 3  # the writer's, the reader's and the map's own
+
+    del memory, shared
+
+    assert open_fds() == before
+
+
+def test_a_view_outlives_the_reader_and_nothing_outlives_the_view(memory: SealedMemory) -> None:
+    memory.seal()
+    before = open_fds()
+    shared = SharedBytes(memory.segment())
+    view = shared.view[8:16]
+    shared.close()
+
+    assert bytes(view) == DATA[8:16]
+    del view
+    assert open_fds() == before
+
+
 def test_unsealed_memory_is_refused(memory: SealedMemory) -> None:
     assert "is not sealed, so its bytes could still change" in refusal(memory.segment())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gtp_serve.refit.transports.liveness import Beat, Member, Roll, State
+import pytest
+
+from gtp_serve.refit.transports.liveness import Beat, Member, Roll, Silence, State
 
 A = Member(side="trainer", rank=1, pid=123, host="x")
 B = Member(side="engine", rank=0, pid=9, host="y")
@@ -73,3 +75,23 @@ def test_whoever_has_failed_or_beats_no_more_needs_no_word_any_more() -> None:
     one.round(0.5, {0: beat(A, 1), 1: beat(B, 2, "failed", "the disk is full")})
     assert not one.all_know(0.9)
     assert one.all_know(1.0)
+
+
+def test_rounds_that_took_long_count_for_less_against_a_peer() -> None:
+    """Whoever waited for a processor, or for the store, could not hear anybody either."""
+    one = roll()
+    verdicts = [one.round(1.5 * n, {0: beat(A, 1), 1: beat(B, n)}) for n in range(5)]
+
+    assert verdicts[:4] == [None] * 4  # 4.5 s of which 1.8 s count
+    assert verdicts[4] is not None
+    assert verdicts[4].message == "trainer rank 1 (pid 123, host x) has been silent for 6.0 s"
+
+
+def test_silence_is_measured_in_time_in_which_one_could_listen() -> None:
+    silence = Silence(0.1)
+
+    assert silence.look(10.0, heard=9.98) == pytest.approx(0.02)
+    assert silence.look(10.02, heard=9.98) == pytest.approx(0.04)
+    assert silence.look(70.0, heard=9.98) == pytest.approx(0.14)
+    assert silence.look(70.02, heard=9.98) == pytest.approx(0.16)
+    assert silence.look(70.04, heard=70.03) == pytest.approx(0.01)

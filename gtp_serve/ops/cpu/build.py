@@ -5,13 +5,14 @@ Standard library only, and imported by ``setup.py`` from its path: the package i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,41 +60,75 @@ def find_compiler() -> str | None:
     return next((name for name in ("g++", "clang++") if shutil.which(name)), None)
 
 
-def build(output: Path, *, flags: Sequence[str] = (), machine: str | None = None) -> None:
+def build(
+    output: Path,
+    *,
+    flags: Sequence[str] = (),
+    machine: str | None = None,
+    sets: Collection[str] | None = None,
+    kept: Path | None = None,
+) -> None:
     """Compile to ``output``, which is replaced when everything has worked.
 
     :param flags: further flags for compiler and linker, such as sanitizers.
     :param machine: as ``platform.machine()``.
+    :param sets: instruction sets to compile for, beside ``generic``; all that the machine's kind may have by default.
+    :param kept: folder of objects: one that an earlier build has left there is not compiled again, and afterwards
+        those of this build are there.
     :raises BuildError: there is no compiler, or it fails.
     """
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found (g++ or clang++, or CXX)")
-    command = shlex.split(compiler)
-    units = _units(machine or platform.machine())
+    command = [*shlex.split(compiler), *_FLAGS]
+    units = _units(machine or platform.machine(), sets)
     with tempfile.TemporaryDirectory(prefix="gtp-native-") as folder:
-        objects = [Path(folder) / f"{unit.name}.o" for unit in units]
 
-        def compile_one(unit: _Unit, target: Path) -> None:
-            source = str(SOURCES / unit.source)
-            _run([*command, *_FLAGS, *unit.flags, *flags, "-c", source, "-o", str(target)])
+        def compile_one(unit: _Unit) -> Path:
+            target = Path(folder) / f"{unit.name}.o"
+            full = [*command, *unit.flags, *flags, "-c", str(SOURCES / unit.source), "-o"]
+            known = kept / f"{unit.name}-{_digest(full, unit)}.o" if kept else target
+            if not known.exists():
+                _run([*full, str(target)])
+                if kept:
+                    _replace(target, known)
+            return known
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as threads:
-            list(threads.map(compile_one, units, objects))
+            objects = list(threads.map(compile_one, units))
         linked = Path(folder) / LIBRARY
         _run([*command, *flags, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # A process that has the old file mapped keeps it.
-        fresh = output.with_name(output.name + ".new")
-        shutil.copyfile(linked, fresh)
-        os.replace(fresh, output)
+        _replace(linked, output)
+    for old in set(kept.glob("*.o")) - set(objects) if kept else ():
+        old.unlink(missing_ok=True)
 
 
-def _units(machine: str) -> list[_Unit]:
-    sets = {"generic": (), **(_X86 if machine.lower() in ("x86_64", "amd64") else {})}
+def _units(machine: str, wanted: Collection[str] | None) -> list[_Unit]:
+    possible = _X86 if machine.lower() in ("x86_64", "amd64") else {}
+    sets = {"generic": (), **{name: flags for name, flags in possible.items() if wanted is None or name in wanted}}
     kernels = [_Unit("kernels.cpp", f"kernels-{name}", (f"-DGTP_ISA={name}", *flags)) for name, flags in sets.items()]
-    others = [_Unit(source.name, source.stem) for source in sorted(SOURCES.glob("*.cpp")) if source.stem != "kernels"]
+    without = tuple(f"-DGTP_WITHOUT_{name}" for name in possible if name not in sets)
+    others = [
+        _Unit(source.name, source.stem, without) for source in sorted(SOURCES.glob("*.cpp")) if source.stem != "kernels"
+    ]
     return kernels + others
+
+
+def _digest(command: Sequence[str], unit: _Unit) -> str:
+    """Of all that an object comes from: the compiler and its words, the source, and any header that it may include."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
+    found = hashlib.sha256(repr((command, version)).encode())
+    for path in (SOURCES / unit.source, *sorted(SOURCES.rglob("*.h"))):
+        found.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:32]
+
+
+def _replace(made: Path, target: Path) -> None:
+    """Put a file in a place at once; a process that has the old one mapped keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    shutil.copyfile(made, fresh)
+    os.replace(fresh, target)
 
 
 def _run(command: Sequence[str]) -> None:

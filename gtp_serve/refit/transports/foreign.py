@@ -26,6 +26,7 @@ from gtp_serve.errors import GtpServeError, UpdateFailed, UpdateRefused
 from gtp_serve.refit.fed import Take
 from gtp_serve.refit.orders import JoinGroup, Piece
 from gtp_serve.refit.plan import ITEM_BYTES
+from gtp_serve.refit.transports.landing import ExactLanding, Landing, is_float, passes_on
 from gtp_serve.refit.transports.nccl import NcclCommunicator, join_nccl
 
 _DIST: Any = torch.distributed  # its stubs leave out the groups' options and operations
@@ -73,6 +74,10 @@ class Channel(Protocol):
     device: str
     """Where its buffers lie."""
 
+    def land(self, count: int, *, floats: bool) -> Landing | ExactLanding:
+        """Memory for a broadcast of so many bytes; ``floats``: a floating-point number is the last of them."""
+        ...
+
     def broadcast(self, buffer: Tensor, seconds: float) -> Pending:
         """Begin to receive what rank 0 sends next; it fails by itself after so long."""
         ...
@@ -98,7 +103,8 @@ class ForeignGroup:
     def receive(self, piece: Piece, take: Take, patience: Patience) -> int:
         """Bring a piece's tensors; returns their bytes.
 
-        :raises UpdateFailed: when the trainer is gone or late, or it was called off; the group is broken then.
+        :raises UpdateFailed: when the trainer is gone or late, or it was called off; the group is broken then.  Also
+            when it sends another number of bytes than it told; the group is as before then.
         """
         if self.broken:
             raise UpdateRefused(
@@ -109,18 +115,19 @@ class ForeignGroup:
         if self._channel.device != "cpu":
             _CUDA.set_device(self._channel.device)  # of this thread
         sizes = [prod(shape) * ITEM_BYTES[dtype] for shape, dtype in zip(piece.shapes, piece.dtypes, strict=True)]
-        under_way: deque[tuple[range, Tensor, Pending]] = deque()
+        under_way: deque[tuple[range, Landing | ExactLanding, Pending]] = deque()
+        problems: list[str] = []
         try:
             for members in _broadcasts(piece, sizes):
                 count = sum(sizes[index] for index in members)
-                while len(under_way) > 1 and count + sum(len(buffer) for _, buffer, _ in under_way) > _WINDOW_BYTES:
-                    self._finish(under_way, piece, sizes, take, patience)
-                buffer = torch.empty(count, dtype=torch.uint8, device=self._channel.device)
+                while len(under_way) > 1 and count + sum(len(one.told) for _, one, _ in under_way) > _WINDOW_BYTES:
+                    problems += self._finish(under_way, piece, sizes, take, patience)
+                landing = self._channel.land(count, floats=is_float(piece.dtypes[members[-1]]))
                 # It is called off here first; its own end comes a little later, for what nobody waits for any more.
-                work = self._channel.broadcast(buffer, max(0.0, patience.left()) + _GRACE_SECONDS)
-                under_way.append((members, buffer, work))
+                work = self._channel.broadcast(landing.room, max(0.0, patience.left()) + _GRACE_SECONDS)
+                under_way.append((members, landing, work))
             while under_way:
-                self._finish(under_way, piece, sizes, take, patience)
+                problems += self._finish(under_way, piece, sizes, take, patience)
         except BaseException as error:
             self._break(str(error).splitlines()[0] if str(error) else repr(error), [work for _, _, work in under_way])
             if isinstance(error, RuntimeError):  # torch's
@@ -130,20 +137,27 @@ class ForeignGroup:
                     code="peer-lost",
                 ) from error
             raise
+        if problems:  # told when all have come: the trainer is in its broadcasts
+            raise UpdateFailed(problems[0], [("in", f"group '{self.name}'")], code="tensors-refused")
         return sum(sizes)
 
     def _finish(
         self,
-        under_way: deque[tuple[range, Tensor, Pending]],
+        under_way: deque[tuple[range, Landing | ExactLanding, Pending]],
         piece: Piece,
         sizes: list[int],
         take: Take,
         patience: Patience,
-    ) -> None:
-        members, buffer, pending = under_way[0]
+    ) -> list[str]:
+        """Take the first of those under way; returns what is wrong with it, and it is not taken then."""
+        members, landing, pending = under_way[0]
         while not pending.done(_TICK_SECONDS):
             patience.check(f"waiting for {piece.names[members.start]} in group '{self.name}'")
         under_way.popleft()
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        if problem := landing.check(piece.names[members.start] + more):
+            return [problem]
+        buffer = landing.told
         starts = accumulate((sizes[index] for index in members), initial=0)
         for index, start in zip(members, starts, strict=False):
             part = buffer[start : start + sizes[index]]
@@ -151,6 +165,7 @@ class ForeignGroup:
             if start % dtype.itemsize:
                 part = part.clone()  # a view of another type must begin at a multiple of its size
             take(index, part.view(dtype).reshape(piece.shapes[index]))
+        return []
 
     def _break(self, why: str, pending: list[Pending]) -> None:
         self.broken = why
@@ -303,6 +318,10 @@ class _Gloo:
         own = _own_address(order.host, order.port)
         options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=own)]
         self._group = _DIST.ProcessGroupGloo(store, rank, order.world_size, options)
+        self._passes_on = passes_on(rank, order.world_size)
+
+    def land(self, count: int, *, floats: bool) -> Landing:
+        return Landing(count, floats=floats, passes_on=self._passes_on)
 
     def broadcast(self, buffer: Tensor, seconds: float) -> Pending:
         return _GlooWork(self._group.broadcast([buffer], _from_first(seconds)), buffer)
@@ -348,6 +367,9 @@ class _Nccl:
         options._timeout = form
         self._group = _DIST.ProcessGroupNCCL(store, rank, size, options)
 
+    def land(self, count: int, *, floats: bool) -> ExactLanding:
+        return ExactLanding(count, self.device)
+
     def broadcast(self, buffer: Tensor, seconds: float) -> Pending:
         return _NcclWork(self._group.broadcast([buffer], _from_first(seconds)), buffer)
 
@@ -378,6 +400,9 @@ class _Stateless:
     def __init__(self, communicator: NcclCommunicator) -> None:
         self.device = communicator.device
         self._communicator = communicator
+
+    def land(self, count: int, *, floats: bool) -> ExactLanding:
+        return ExactLanding(count, self.device)
 
     def broadcast(self, buffer: Tensor, seconds: float) -> Pending:
         return self._communicator.broadcast(buffer)

@@ -5,8 +5,9 @@ A beat also carries a word on how its sender is: at work, done, or failed and wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,8 @@ BEAT_SECONDS = 0.5
 SILENT_SECONDS = 2.0
 LEAST_ROUNDS = 3
 """Rounds of our own in which a peer must have been silent: a process that was itself held up blames nobody."""
+MOST_OF_A_ROUND = 1.2 * BEAT_SECONDS
+"""What a round counts for at most; one that takes longer has waited for the store, or for a processor."""
 
 State = Literal["working", "done", "failed"]
 
@@ -54,11 +57,38 @@ class Verdict:
     details: tuple[tuple[str, str], ...] = ()
 
 
+class Silence:
+    """How long nothing has been heard, in time in which this process could have heard it.
+
+    A process that is itself short of processor time looks seldom.  Each look then counts as if it had come almost in
+    time, so that the process is slow to blame others in the measure in which it is slow itself.
+
+    :param most: seconds that one look counts for at most.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.seconds = 0.0
+        self._most = most
+        self._heard = self._looked = -math.inf
+
+    def look(self, now: float, heard: float) -> float:
+        """Seconds of silence until now; it begins anew whenever something was heard.
+
+        :param heard: when the last thing was.
+        """
+        if heard != self._heard:
+            self.seconds, self._heard, self._looked = 0.0, heard, heard
+        self.seconds += min(now - self._looked, self._most)
+        self._looked = now
+        return self.seconds
+
+
 @dataclass(slots=True)
 class _Heard:
     count: int
     since: float
     rounds: int = 0
+    silence: Silence = field(default_factory=lambda: Silence(MOST_OF_A_ROUND))
 
 
 class Roll:
@@ -96,9 +126,9 @@ class Roll:
     def _silent(self, now: float) -> Verdict | None:
         for place, heard in sorted(self._heard.items()):
             ended = self.states[place] == "done"
-            seconds = now - heard.since
-            if not ended and seconds >= self.silent_seconds and heard.rounds >= LEAST_ROUNDS:
-                return Verdict("peer-silent", f"{self.peers[place]} has been silent for {seconds:.1f} s")
+            silent = heard.silence.look(now, heard.since) >= self.silent_seconds and heard.rounds >= LEAST_ROUNDS
+            if silent and not ended:
+                return Verdict("peer-silent", f"{self.peers[place]} has been silent for {now - heard.since:.1f} s")
         return None
 
     def missing(self) -> list[Member]:

@@ -17,7 +17,7 @@ import msgspec
 
 from gtp_serve.errors import GtpServeError, UpdateFailed
 from gtp_serve.refit.transports.buckets import KeptExchange
-from gtp_serve.refit.transports.liveness import Member, Verdict
+from gtp_serve.refit.transports.liveness import Member, Silence, Verdict
 from gtp_serve.refit.transports.pulse import Pulse
 from gtp_serve.refit.transports.session import FORM_SECONDS, PeerLost, Session, Stopped
 from gtp_serve.refit.transports.stores import CONNECT_SECONDS, Terms, cut_connections, open_store
@@ -25,6 +25,8 @@ from gtp_serve.refit.transports.stores import CONNECT_SECONDS, Terms, cut_connec
 __all__ = ["Terms", "open_store", "take_part"]
 
 TICK_SECONDS = 0.02
+_MOST_OF_A_TICK = 5 * TICK_SECONDS
+"""What a tick counts for at most where silence is measured; one that takes longer has waited for a processor."""
 LINGER_SECONDS = 1.5
 """How long the store stays open for others to read why, or that, it is over."""
 
@@ -118,7 +120,7 @@ def _watch(
 ) -> Verdict | None:
     """Until the work has ended or there is a reason to end it."""
     join_by = time.monotonic() + terms.join_seconds
-    silent_ticks = 0
+    silence = Silence(_MOST_OF_A_TICK)
     while True:
         work.join(TICK_SECONDS)
         if progress is not None and work.session.total:
@@ -126,9 +128,8 @@ def _watch(
         if not work.is_alive():
             return None
         now = time.monotonic()
-        # Counted, not only measured: a process that was itself held up has few ticks in a long time.
-        silent_ticks = silent_ticks + 1 if now - pulse.last_round > terms.silent_seconds else 0
-        verdict = pulse.verdict or _store_trouble(pulse, terms, silent_ticks * TICK_SECONDS > 0.2)
+        stalled = silence.look(now, pulse.last_answer) > terms.silent_seconds
+        verdict = pulse.verdict or _store_trouble(pulse, terms, stalled)
         if verdict is not None:
             return verdict
         if cancelled():
@@ -142,7 +143,7 @@ def _store_trouble(pulse: Pulse, terms: Terms, stalled: bool) -> Verdict | None:
     if pulse.lost:
         return Verdict("peer-lost", f"{keeper} has ended, and with it the store", (("error", pulse.lost),))
     if stalled:
-        seconds = time.monotonic() - pulse.last_round
+        seconds = time.monotonic() - pulse.last_answer
         return Verdict("peer-silent", f"{keeper} has been silent for {seconds:.1f} s; it keeps the store")
     return None
 
@@ -158,7 +159,7 @@ def _break_off(work: _Work[T], pulse: Pulse, session: Session, verdict: Verdict)
     """Tell the others why, and end what is still under way."""
     pulse.say("failed", verdict)
     # Before connections break, so that others learn the cause and not the effect.
-    stalled = time.monotonic() - pulse.last_round > session.terms.silent_seconds
+    stalled = time.monotonic() - pulse.last_answer > session.terms.silent_seconds
     reached = not stalled and pulse.fresh_round(1.0)
     session.cut()
     if not reached:
@@ -209,7 +210,7 @@ def _reason(work: _Work[T], pulse: Pulse, session: Session) -> Verdict:
         _await_verdict(pulse, session.terms)
     if pulse.verdict is not None:
         return pulse.verdict
-    trouble = _store_trouble(pulse, session.terms, time.monotonic() - pulse.last_round > session.terms.silent_seconds)
+    trouble = _store_trouble(pulse, session.terms, time.monotonic() - pulse.last_answer > session.terms.silent_seconds)
     if trouble is not None:
         return trouble
     if isinstance(error, PeerLost):

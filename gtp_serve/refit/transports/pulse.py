@@ -26,7 +26,8 @@ class Pulse(threading.Thread):
         """What the others' beats say against going on."""
         self.lost = ""
         """Why the store cannot be reached any more."""
-        self.last_round = time.monotonic()
+        self.last_answer = time.monotonic()
+        """Of the store, to whatever was asked: where this process gets little time, a whole round may take long."""
         self._terms, self._place, self._me = terms, place, me
         self._roll = Roll(peers, silent_seconds=terms.silent_seconds)
         self._lock = threading.Condition()
@@ -97,9 +98,10 @@ class Pulse(threading.Thread):
             asked = self._asked
             word = self._word = msgspec.structs.replace(self._word, count=self._word.count + 1)
         store.set(f"beat/{self._place}", msgspec.json.encode(word))
+        self._note_answer()
         beats = self._hear(store)
         with self._lock:
-            now = self.last_round = time.monotonic()
+            now = time.monotonic()
             found = self._roll.round(now, beats)  # also when there is a verdict: it keeps count of who knows
             self.verdict = self.verdict or found
             self._answered = asked
@@ -112,9 +114,18 @@ class Pulse(threading.Thread):
 
     def _hear(self, store: Any) -> dict[int, Beat]:
         places = [place for place in range(self._terms.size) if place != self._place]
-        there = [place for place in places if self._known(place) or store.check([f"beat/{place}"])]
+        there = [place for place in places if self._known(place) or self._has_come(store, place)]
         words = store.multi_get([f"beat/{place}" for place in there]) if there else []
+        self._note_answer()
         return {place: msgspec.json.decode(word, type=Beat) for place, word in zip(there, words, strict=True)}
+
+    def _has_come(self, store: Any, place: int) -> bool:
+        found = bool(store.check([f"beat/{place}"]))
+        self._note_answer()
+        return found
+
+    def _note_answer(self) -> None:
+        self.last_answer = time.monotonic()
 
     def _known(self, place: int) -> bool:
         with self._lock:

@@ -6,16 +6,21 @@
 
 namespace gtp {
 
+// A build for some instruction sets only says what it is without.
+#if !defined(__x86_64__)
+#define GTP_WITHOUT_avx2
+#define GTP_WITHOUT_avx512
+#define GTP_WITHOUT_avx512bf16
+#endif
+
 #define GTP_DECLARE(isa) \
   namespace isa {        \
   extern const Kernel kKernels[kKinds]; \
   }
 GTP_DECLARE(generic)
-#if defined(__x86_64__)
 GTP_DECLARE(avx2)
 GTP_DECLARE(avx512)
 GTP_DECLARE(avx512bf16)
-#endif
 
 struct Isa {
   const char* name;
@@ -25,17 +30,21 @@ struct Isa {
 
 // Best first.
 const Isa kIsas[] = {
-#if defined(__x86_64__)
+#if !defined(GTP_WITHOUT_avx512bf16)
     {"avx512bf16", avx512bf16::kKernels,
      [] {
        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
+#endif
+#if !defined(GTP_WITHOUT_avx512)
     {"avx512", avx512::kKernels,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
+#endif
+#if !defined(GTP_WITHOUT_avx2)
     {"avx2", avx2::kKernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"generic", generic::kKernels, [] { return true; }},
