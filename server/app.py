@@ -178,7 +178,7 @@ def _nearest_path(request: Request) -> str | None:
     if len(path) > _LONGEST_PATH:
         return None
     paths = [route.path for route in request.app.routes if isinstance(route, Route) and "{" not in route.path]
-    ends = [one for one in paths if path and (one.endswith(path) or path.endswith(one) and one != "/")]
+    ends = [one for one in paths if path and (one.endswith(path) or (path.endswith(one) and one != "/"))]
     near = ends or difflib.get_close_matches(path, paths, n=1, cutoff=0.8)
     return min(near, key=lambda one: abs(len(one) - len(path)), default=None)
 

@@ -99,10 +99,10 @@ def _dispatch(words: list[str]) -> int:
     module = cast(_Command, importlib.import_module(f"gtp_serve.server.{_MODULES.get(command, command)}"))
     parser = _Parser(prog=f"gtp-serve {command}", allow_abbrev=False)
     module.add_arguments(parser)
-    given, unknown = parser.parse_known_args(rest)
+    args, unknown = parser.parse_known_args(rest)
     if unknown:
         raise _unknown_word(unknown[0], parser)
-    return module.run(given)
+    return module.run(args)
 
 
 def _unknown_word(word: str, parser: argparse.ArgumentParser) -> UsageError:

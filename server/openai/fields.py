@@ -376,7 +376,7 @@ def synonyms_of(names: Sequence[str]) -> dict[str, str]:
 
     :param names: of the route's fields.
     """
-    found = {}
+    found: dict[str, str] = {}
     for name, ours in _SYNONYMS.items():
         here = [one for one in ((ours,) if isinstance(ours, str) else ours) if one.partition(".")[0] in names]
         found |= {name: here[0]} if here else {}

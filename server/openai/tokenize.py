@@ -69,7 +69,11 @@ class TokenizeRoutes:
         table = (("tokenize", self.tokenize), ("detokenize", self.detokenize))
         return [
             Route("/tokenizer_info", self.info, methods=["GET"]),
-            *(Route(f"{prefix}/{name}", handler, methods=["POST"]) for name, handler in table for prefix in ("", "/v1")),
+            *(
+                Route(f"{prefix}/{name}", handler, methods=["POST"])
+                for name, handler in table
+                for prefix in ("", "/v1")
+            ),
         ]
 
     async def info(self, request: Request) -> Response:

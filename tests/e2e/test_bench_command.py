@@ -144,7 +144,8 @@ def test_a_server_that_is_not_there_is_an_environment_fault(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "words", [("--groups", "0"), ("--spread", "9"), ("--timeout", "nan"), ("--json", "/none/such/file"), ("--plot", "run.png")]
+    "words",
+    [("--groups", "0"), ("--spread", "9"), ("--timeout", "nan"), ("--json", "/none/such/file"), ("--plot", "run.png")],
 )
 def test_values_that_cannot_be_are_refused_before_any_load(words: tuple[str, ...]) -> None:
     assert cli.main(["bench", "http://127.0.0.1:9", *words]) == 2

@@ -659,7 +659,8 @@ def test_what_the_official_client_can_turn_off_is_off() -> None:
     async def check(server: FakeServer) -> None:
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
             asked = {**body, "stream": True, "max_tokens": 1}
-            plain = await server.http.post(f"/v1/{path}", json={**asked, "stream_options": {"include_obfuscation": False}})
+            options = {"include_obfuscation": False}
+            plain = await server.http.post(f"/v1/{path}", json={**asked, "stream_options": options})
             assert plain.status_code == 200, plain.text
             error = await refused(server, f"/v1/{path}", **asked, stream_options={"include_obfuscation": True})
             assert (error["code"], error["param"]) == ("not-supported", "stream_options.include_obfuscation")
@@ -777,7 +778,8 @@ def test_tokenizer_info_tells_what_a_harness_needs_to_do_without_files() -> None
         assert end == [EOS]
         assert info["model_max_length"] == server.state.require_serving().engine.max_context
         said = await post(server, "/tokenize", messages=USER)
-        assert "messages" in info["chat_template"] and said["count"] > 0
+        assert "messages" in info["chat_template"]
+        assert said["count"] > 0
 
     with_server(check)
 
