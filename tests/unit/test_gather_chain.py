@@ -370,6 +370,8 @@ def test_one_weight_with_several_consumers_gets_the_sum_of_their_gradients() -> 
         x = torch.ones(1, WIDTH)
         for _ in range(2):
             (model.linears[0](x) + 2 * other(x) + model.linears[0](3 * x)).sum().backward()
+            with pytest.raises(UsageError, match="still being reduced"):  # two uses' have arrived, the third's has not
+                _ = model.linears[0].weight.grad
         model.chain.finish_gradients()
         grad = model.linears[0].weight.grad
         assert grad is not None
