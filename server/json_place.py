@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-_MOST_CHARS = 64 << 10
-"""Farther in no place is told: whoever sends so much is not reading error messages."""
+_MOST_CHARS, _MOST_PARTS = 256 << 10, 4096
+"""Farther in no place is told: it would cost more than it is worth."""
 _MOST_PATH = 200
-_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[{}\[\],:]', re.DOTALL)
+_PART = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[{}\[\],:]', re.DOTALL)
+"""A string, which the text may end in, or a sign.  It matches wherever a quote is, so it never looks back."""
 _PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -22,8 +23,10 @@ def path_at(text: str, position: int) -> str | None:
     stack: list[str | int] = []
     """Of each open object the key whose value comes, of each open list the index."""
     string = ""
-    for found in _PART.finditer(text[:position]):
+    for count, found in enumerate(_PART.finditer(text[:position])):
         part = found[0]
+        if count == _MOST_PARTS:
+            return None
         if part == "{":
             stack.append("")
         elif part == "[":

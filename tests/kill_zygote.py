@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import os
 import select
@@ -266,6 +267,8 @@ def main() -> None:
     for weights in ("a", "b"):
         pairs_of(weights)
     assert len(os.listdir("/proc/self/task")) == 1, "it forks: it must have no thread but this one"
+    gc.collect()
+    gc.freeze()  # a child's collector would look through all of this, and so copy it
     Zygote(Board(Path(sys.argv[1]))).run()
 
 

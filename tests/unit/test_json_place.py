@@ -47,7 +47,8 @@ def test_a_number_is_found_wherever_it_is() -> None:
         '{"a": {"<script>": ',
         '{"' + "k" * 65 + '": ',
         '{"a": ' * 120,
-        '{"a": "' + "x" * (64 << 10) + '", "b": ',
+        '{"a": "' + "x" * (256 << 10) + '", "b": ',
+        "[" * 5000,
     ],
 )
 def test_no_path_is_better_than_a_wrong_or_a_long_one(text: str) -> None:
@@ -55,5 +56,5 @@ def test_no_path_is_better_than_a_wrong_or_a_long_one(text: str) -> None:
 
 
 def test_it_takes_time_by_the_length_only() -> None:
-    text = '["' + '\\"' * (31 << 10) + "\\"
+    text = '["' + '\\"' * (127 << 10) + "\\"
     assert path_at(text, len(text)) == "[0]"

@@ -56,6 +56,14 @@ def test_a_slow_or_broken_client_does_not_hold_the_porch() -> None:
         porch.close()
 
 
+def test_the_second_part_of_an_answer_does_not_wait_until_the_first_is_confirmed() -> None:
+    """Whatever event loop serves: a client's kernel confirms after 40 ms, which every answer would take longer."""
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_taken_port_is_refused_with_who_has_it_and_a_free_one() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
