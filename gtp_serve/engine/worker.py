@@ -137,6 +137,8 @@ class Loop:
         self._link = link
         self._deadline: float | None = None
         self._stats_sent = -1.0
+        self._idle = True
+        """At the last look there was no work; what is told then says so."""
         self._updates = engine.updates
 
     def run(self) -> None:
@@ -252,8 +254,10 @@ class Loop:
         if events:
             self._link.send(Events(events=tuple(events)))
         due = time.monotonic() - self._stats_sent >= _STATS_EVERY_SECONDS
-        if due or not self._engine.has_work():
+        idle = not self._engine.has_work()
+        if due or idle or self._idle:  # work that has begun is seen at once, however short it is
             self._send_stats()
+        self._idle = idle
 
     def _send_stats(self) -> None:
         self._stats_sent = time.monotonic()
