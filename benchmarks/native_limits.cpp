@@ -45,14 +45,15 @@ void read(const uint8_t* memory, int64_t bytes) {
 
 void calculate(int64_t rounds) {
   Vec chain[kChains];
+#pragma GCC unroll 32
   for (int i = 0; i < kChains; ++i) chain[i] = all(static_cast<float>(i));
   const Vec a = all(0.999f), b = all(0.001f);
-  for (int64_t round = 0; round < rounds; ++round)
-    for (int i = 0; i < kChains; ++i) {
-      chain[i] = multiply_add(chain[i], a, b);
-      asm volatile("" : "+x"(chain[i]));
-    }
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kChains; ++i) chain[i] = multiply_add(chain[i], a, b);
+  }
   float total = 0;
+#pragma GCC unroll 32
   for (int i = 0; i < kChains; ++i) total += first(chain[i]);
   sink += static_cast<int64_t>(total);
 }

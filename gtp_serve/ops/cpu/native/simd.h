@@ -11,6 +11,15 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop over the registers of a tile: unless it is unrolled before anything else, compilers keep them in memory.
+#if defined(__clang__)
+#define GTP_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define GTP_UNROLL _Pragma("GCC unroll 32")
+#else
+#define GTP_UNROLL
+#endif
+
 namespace gtp {
 namespace GTP_ISA {
 
@@ -135,9 +144,14 @@ inline void spill(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec load_even(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
 }
+// The mask stays in memory, and so does what it is for: a tile needs every register for its sums.
+alignas(32) constexpr uint32_t kUpperHalves[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                  0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 inline Vec load_odd(const bf16* p) {
-  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), upper));
+  const auto& pairs = *reinterpret_cast<const bf16(*)[2 * kLanes]>(p);
+  Vec x;
+  asm("vmovups %1, %0\n\tvandps %2, %0, %0" : "=x"(x) : "m"(pairs), "m"(kUpperHalves));
+  return x;
 }
 // Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
 inline __m256i whole(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -176,6 +190,16 @@ inline Vec div(Vec a, Vec b) { return each([&](int i) { return a.lane[i] / b.lan
 inline Vec max(Vec a, Vec b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
 inline Vec min(Vec a, Vec b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
 inline Vec nearest(Vec a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
+inline Vec load_even(const bf16* p) {
+  bf16 pairs[2 * kLanes];
+  std::memcpy(pairs, p, sizeof pairs);
+  return each([&](int i) { return widen(pairs[2 * i]); });
+}
+inline Vec load_odd(const bf16* p) {
+  bf16 pairs[2 * kLanes];
+  std::memcpy(pairs, p, sizeof pairs);
+  return each([&](int i) { return widen(pairs[2 * i + 1]); });
+}
 inline Vec scaled_by_power(Vec a, Vec n) {
   return each([&](int i) {
     const uint32_t bits = n.lane[i] == n.lane[i] ? static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23 : 0;

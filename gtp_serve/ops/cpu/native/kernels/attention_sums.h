@@ -30,46 +30,46 @@ inline int64_t query_floats(int64_t size) { return (size + 7) / 8 * 8; }
 template <class T, int R, int V>
 inline void score_rows(const float* q, int64_t q_row, const float* keys, int64_t words, Vec scale, float* scores) {
   Vec sums[R][V];
-#pragma GCC unroll 8
+  GTP_UNROLL
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+    GTP_UNROLL
     for (int v = 0; v < V; ++v) sums[r][v] = zero();
   // Of factors and vectors of keys the fewer are held in registers beside the sums.
   const auto meet = [&](int64_t e, auto key) __attribute__((always_inline)) {
     if (R < V) {
       Vec factor[R];
-#pragma GCC unroll 8
+      GTP_UNROLL
       for (int r = 0; r < R; ++r) factor[r] = all(q[r * q_row + e]);
-#pragma GCC unroll 8
+      GTP_UNROLL
       for (int v = 0; v < V; ++v) {
         const Vec part = key(v);
-#pragma GCC unroll 8
+        GTP_UNROLL
         for (int r = 0; r < R; ++r) sums[r][v] = fma(factor[r], part, sums[r][v]);
       }
     } else {
       Vec part[V];
-#pragma GCC unroll 8
+      GTP_UNROLL
       for (int v = 0; v < V; ++v) part[v] = key(v);
-#pragma GCC unroll 8
+      GTP_UNROLL
       for (int r = 0; r < R; ++r) {
         const Vec factor = all(q[r * q_row + e]);
-#pragma GCC unroll 8
+        GTP_UNROLL
         for (int v = 0; v < V; ++v) sums[r][v] = fma(factor, part[v], sums[r][v]);
       }
     }
   };
   for (int64_t word = 0; word < words; ++word, keys += kKeyBlock) {
     if (sizeof(T) == 2) {
-      const auto pairs = [&](int v) __attribute__((always_inline)) { return load(keys + v * kLanes); };
-      meet(2 * word, [&](int v) __attribute__((always_inline)) { return first_of_pairs(pairs(v)); });
-      meet(2 * word + 1, [&](int v) __attribute__((always_inline)) { return second_of_pairs(pairs(v)); });
+      const auto* pairs = reinterpret_cast<const bf16*>(keys);
+      meet(2 * word, [&](int v) __attribute__((always_inline)) { return load_even(pairs + v * 2 * kLanes); });
+      meet(2 * word + 1, [&](int v) __attribute__((always_inline)) { return load_odd(pairs + v * 2 * kLanes); });
     } else {
       meet(word, [&](int v) __attribute__((always_inline)) { return load(keys + v * kLanes); });
     }
   }
-#pragma GCC unroll 8
+  GTP_UNROLL
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+    GTP_UNROLL
     for (int v = 0; v < V; ++v) spill(scores + r * kKeyBlock + v * kLanes, mul(sums[r][v], scale));
 }
 
@@ -91,9 +91,9 @@ inline void mix_columns(const float* powers, const T* const* values, int64_t fir
                         float* mixed, int64_t mixed_row, int64_t count) {
   constexpr int kWords = V / kStep<T>;
   Vec sums[R][V];
-#pragma GCC unroll 8
+  GTP_UNROLL
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+    GTP_UNROLL
     for (int v = 0; v < V; ++v) sums[r][v] = load(mixed + r * mixed_row + column + v * kLanes);
   for (int64_t key = first; key < stop; ++key) {
     const T* value = values[key] + column;
@@ -103,25 +103,24 @@ inline void mix_columns(const float* powers, const T* const* values, int64_t fir
       std::memcpy(edge, value, count * sizeof(T));
       value = edge;
     }
-    Vec power[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) power[r] = all(powers[r * kKeyBlock + key]);
-#pragma GCC unroll 8
+    GTP_UNROLL
     for (int w = 0; w < kWords; ++w) {
-      const Vec words = load_words(value + w * kStep<T> * kLanes);
-      const Vec part = sizeof(T) == 2 ? first_of_pairs(words) : words;
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sums[r][kStep<T> * w] = fma(power[r], part, sums[r][kStep<T> * w]);
-      if (sizeof(T) == 2) {
-        const Vec other = second_of_pairs(words);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sums[r][kStep<T> * w + 1] = fma(power[r], other, sums[r][kStep<T> * w + 1]);
+      Vec part[kStep<T>];
+      if constexpr (sizeof(T) == 2)
+        part[0] = load_even(value + w * 2 * kLanes), part[1] = load_odd(value + w * 2 * kLanes);
+      else
+        part[0] = load(value + w * kLanes);
+      GTP_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Vec power = all(powers[r * kKeyBlock + key]);
+        GTP_UNROLL
+        for (int i = 0; i < kStep<T>; ++i) sums[r][kStep<T> * w + i] = fma(power, part[i], sums[r][kStep<T> * w + i]);
       }
     }
   }
-#pragma GCC unroll 8
+  GTP_UNROLL
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+    GTP_UNROLL
     for (int v = 0; v < V; ++v) spill(mixed + r * mixed_row + column + v * kLanes, sums[r][v]);
 }
 

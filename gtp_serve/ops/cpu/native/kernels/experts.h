@@ -43,12 +43,11 @@ inline Scratch route_scratch(const Op& op, int64_t, int) {
 struct ExpertsPlan {
   int64_t entries, tokens;      // tokens: of an expert, that meet a piece of its weights together
   int64_t x_row, hidden_row;    // elements of an arranged row
-  int64_t strip;                // rows of weights widened together
-  size_t lists, inputs, strips, products, sums, hidden;  // bytes
-  size_t own() const { return lists + inputs + strips + products + sums; }
+  size_t lists, inputs, products, sums, hidden;  // bytes
+  size_t own() const { return lists + inputs + products + sums; }
 };
 
-constexpr int64_t kExpertColumns = 32;            // rows of weights in a piece; of gate and of up as many
+constexpr int64_t kExpertColumns = 48;            // rows of weights in a piece; of gate and of up as many
 constexpr int64_t kExpertInputs = 128 << 10;      // bytes of arranged rows that meet them together
 
 template <class T, class W>
@@ -60,10 +59,8 @@ inline ExpertsPlan plan_experts(const ExpertsOp& o, int64_t rows) {
   const int64_t widest = std::max(plan.x_row, plan.hidden_row), bytes = widest * sizeof(typename O::Packed);
   plan.tokens = std::clamp<int64_t>(kExpertInputs / std::max<int64_t>(bytes, 1) / kTileRows, 2, 16) * kTileRows;
   plan.tokens = std::min(plan.tokens, std::max<int64_t>(plan.entries, 1));
-  plan.strip = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(widest * 4, 1), 1, 4) * kTileColumns;
   plan.lists = padded_bytes((o.num_experts + 1 + plan.entries) * sizeof(int64_t));
   plan.inputs = padded_bytes(plan.tokens * bytes);
-  plan.strips = O::kWidens ? padded_bytes(plan.strip * widest * sizeof(float)) : 0;
   plan.products = padded_bytes(plan.tokens * 2 * kExpertColumns * sizeof(float));
   plan.sums = padded_bytes(rows * kExpertColumns * sizeof(float));
   plan.hidden = padded_bytes(plan.entries * o.ffn * sizeof(T));
@@ -83,8 +80,6 @@ class ExpertsPieces {
     at += plan.lists;
     inputs = reinterpret_cast<Packed*>(at);
     at += plan.inputs;
-    strip = reinterpret_cast<float*>(at);
-    at += plan.strips;
     products = reinterpret_cast<float*>(at);
     at += plan.products;
     sums = reinterpret_cast<float*>(at);
@@ -181,15 +176,7 @@ class ExpertsPieces {
   // y[i][n] = inputs row i times weights row n.
   void multiply(int64_t row, int64_t tokens, const W* weights, int64_t count, int64_t size, float* y,
                 const W* following) {
-    if constexpr (O::kWidens) {
-      if (tokens >= kWidenRows) {
-        LinearPlan linear{};
-        linear.strip = plan.strip, linear.x_row = row;
-        return widened_products<O>(linear, inputs, tokens, weights, size, count, size, strip, y, kExpertColumns,
-                                   following);
-      }
-    }
-    straight_products<O>(inputs, row, tokens, weights, size, count, size, y, kExpertColumns, following);
+    multiply_rows<O>(inputs, row, tokens, weights, size, count, size, y, kExpertColumns, following);
   }
 
   static void round(const float* y, const float* scale, int64_t scale_at, int64_t count, T* out) {
@@ -202,7 +189,7 @@ class ExpertsPieces {
   T* const hidden;  // of all entries, shared
   int64_t *starts, *entries;
   Packed* inputs;
-  float *strip, *products, *sums;
+  float *products, *sums;
 };
 
 // f(T(), W()) for the types of an operation.

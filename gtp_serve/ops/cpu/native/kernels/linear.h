@@ -2,8 +2,8 @@
 // neither the number of rows nor who computes beside it changes a bit.
 //
 // Activations are arranged once, by each thread for itself where they are few, else in a phase of their own.  Then
-// threads take pieces, blocks of outputs by blocks of rows; in a piece a strip of weights meets all rows, one tile after
-// the other.  A strip that costs arithmetic to read is widened once for many rows.
+// threads take pieces, blocks of outputs by blocks of rows; in a piece a few rows of weights meet all rows, one tile after
+// the other.
 #pragma once
 
 #include "linear_order.h"
@@ -14,9 +14,8 @@ namespace gtp {
 namespace GTP_ISA {
 
 constexpr int64_t kAlone = 8192;              // activations that a thread arranges faster than it passes a barrier
-constexpr int64_t kWidenRows = 16;            // rows for which a strip is widened
-constexpr int64_t kStripBytes = 64 << 10;     // of widened weights: stays in the second cache
 constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece, likewise
+constexpr int64_t kPieceColumns = 96;         // outputs of a piece at most: whole tiles, also of its halves
 constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
 constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
 
@@ -24,11 +23,10 @@ constexpr int64_t kLead = 4 << 10;            // how far the stream of weights r
 struct LinearPlan {
   int64_t outputs, parts;  // parts: 2 where gate and up make one output
   int64_t x_row;           // elements of an arranged row
-  bool alone, widen;
-  int64_t strip;             // rows of weights
+  bool alone;
   int64_t columns, rows;     // of a piece
   int64_t row_blocks, pieces;
-  size_t x_bytes, strip_bytes, y_bytes;
+  size_t x_bytes, y_bytes;
 };
 
 constexpr size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -40,17 +38,13 @@ inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) 
   plan.outputs = o.out_size / plan.parts;
   plan.x_row = arranged_size<O>(o.in_size);
   plan.alone = rows * o.in_size <= kAlone;
-  plan.widen = O::kWidens && rows >= kWidenRows;
-  const int64_t wide_row = plan.x_row * static_cast<int64_t>(sizeof(float));
-  plan.strip = std::clamp<int64_t>(kStripBytes / std::max<int64_t>(wide_row, 1), 1, 4) * kTileColumns;
-  plan.columns = kHeadBlock;
+  plan.columns = o.partials ? kHeadBlock : kPieceColumns;
   while (!o.partials && plan.columns > 16 && plan.outputs < plan.columns * threads * 8) plan.columns /= 2;
   const int64_t fitting = kRowsBytes / std::max<int64_t>(plan.x_row * sizeof(typename O::Packed), 1);
   plan.rows = std::min(rows, std::clamp<int64_t>(fitting / kTileRows, 8, 64) * kTileRows);
   plan.row_blocks = plan.rows ? (rows + plan.rows - 1) / plan.rows : 0;
   plan.pieces = (plan.outputs + plan.columns - 1) / plan.columns * plan.row_blocks;
   plan.x_bytes = padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
-  plan.strip_bytes = plan.widen ? padded_bytes(plan.strip * wide_row) : 0;
   plan.y_bytes = padded_bytes(plan.rows * plan.parts * plan.columns * sizeof(float));
   return plan;
 }
@@ -64,59 +58,29 @@ inline void prefetch_some(const void* weights) {
 // The products of `rows` arranged rows with `columns` rows of weights, which are read as they lie.
 // following: weights that are wanted next.
 template <class O>
-inline void straight_products(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
+inline void multiply_rows(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
                               int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
                               const typename O::Weight* following) {
   constexpr int kBytes = sizeof(typename O::Weight);
-  const bool side_by_side = kRowColumns * w_row * kBytes <= kNear;
   int taken;
   for (int64_t n = 0; n < columns; n += taken) {
     const int64_t left = columns - n;
-    taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns))
-                     : side_by_side && left >= kRowColumns ? kRowColumns : 1;
+    taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns)) : left >= kRowColumns ? kRowColumns : 1;
     const auto* here = w + n * w_row;
     const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
-    // Usually the rows after these, all but a little of them, since their beginning is wanted first.  What is too much
-    // for the first cache waits in the second; one row alone is a stream of its own.
+    // The rows after these, all but a little of them, since their beginning is wanted first.  What is too much for the
+    // first cache waits in the second; long rows are streams that the processor follows by itself.
     const int64_t group = taken * w_row * kBytes;
-    const bool near = rows > 1 ? group <= 4 * kNear : side_by_side;
-    const auto ahead = near ? next - std::min(kLead, group) / 4 : reinterpret_cast<uintptr_t>(here) + kLead;
+    const bool fetches = group <= (rows > 1 ? 4 * kNear : kNear);
+    const auto ahead = next - std::min(kLead, group) / 4;
     for (int64_t m = 0; m < rows;) {
       const int high = tile_rows(rows - m);
       const auto* inputs = x + m * x_row;
-      if (m == 0)
+      if (m == 0 && fetches)
         any_tile<O, kBytes>(high, taken, inputs, x_row, here, w_row, size, y + n, y_row, ahead);
       else
         any_tile<O, 0>(high, taken, inputs, x_row, here, w_row, size, y + m * y_row + n, y_row, 0);
       m += high;
-    }
-  }
-}
-
-// The same, weights widened strip by strip.
-template <class O>
-inline void widened_products(const LinearPlan& plan, const float* x, int64_t rows, const typename O::Weight* w,
-                             int64_t w_row, int64_t columns, int64_t size, float* strip, float* y, int64_t y_row,
-                             const typename O::Weight* following) {
-  using Wide = Straight<float>;
-  constexpr int kBytes = sizeof(typename O::Weight);
-  for (int64_t first = 0; first < columns; first += plan.strip) {
-    const int64_t high = std::min(plan.strip, columns - first);
-    for (int64_t n = 0; n < high; ++n) arrange_row<O>(w + (first + n) * w_row, size, strip + n * plan.x_row);
-    const auto* next = first + high < columns ? w + (first + high) * w_row : following;
-    for (int64_t m = 0; m < rows;) {
-      const int tall = tile_rows(rows - m);
-      for (int64_t n = 0; n < high; n += kTileColumns) {
-        const int wide = static_cast<int>(std::min<int64_t>(high - n, kTileColumns));
-        float* to = y + m * y_row + first + n;
-        if (m == 0)
-          any_tile<Wide, kBytes>(tall, wide, x, plan.x_row, strip + n * plan.x_row, plan.x_row, plan.x_row, to, y_row,
-                                 reinterpret_cast<uintptr_t>(next + n * w_row));
-        else
-          any_tile<Wide, 0>(tall, wide, x + m * plan.x_row, plan.x_row, strip + n * plan.x_row, plan.x_row,
-                            plan.x_row, to, y_row, 0);
-      }
-      m += tall;
     }
   }
 }
@@ -134,9 +98,7 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
     for (int64_t row; (row = context.next()) < context.rows;) arrange(row, x);
     return;
   }
-  uint8_t* const own = context.own + (plan.alone ? plan.x_bytes : 0);
-  auto* strip = reinterpret_cast<float*>(own);
-  auto* y = reinterpret_cast<float*>(own + plan.strip_bytes);
+  auto* y = reinterpret_cast<float*>(context.own + (plan.alone ? plan.x_bytes : 0));
   const int64_t y_row = plan.parts * plan.columns;
   const auto* weights = static_cast<const W*>(o.weight);
   const auto weights_of = [&](int64_t piece) { return weights + piece / plan.row_blocks * plan.columns * o.weight_row; };
@@ -154,15 +116,8 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
       const W* here = weights + (part * plan.outputs + first) * o.weight_row;
       const W* next = part + 1 < plan.parts ? here + plan.outputs * o.weight_row : following;
       float* to = y + part * plan.columns;
-      if constexpr (O::kWidens) {
-        if (plan.widen) {
-          widened_products<O>(plan, x + row * plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, strip, to,
-                              y_row, next);
-          continue;
-        }
-      }
-      straight_products<O>(x + row * plan.x_row, plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, to,
-                           y_row, next);
+      multiply_rows<O>(x + row * plan.x_row, plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, to, y_row,
+                       next);
     }
     prefetch_some(following);
     for (int64_t m = 0; m < rows; ++m)
@@ -193,8 +148,7 @@ inline LinearPlan plan_of(const LinearOp& o, int64_t rows, int64_t threads) {
 
 inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {
   const LinearPlan plan = plan_of(static_cast<const LinearOp&>(op), rows, threads);
-  const size_t own = plan.strip_bytes + plan.y_bytes;
-  return plan.alone ? Scratch{0, own + plan.x_bytes} : Scratch{plan.x_bytes, own};
+  return plan.alone ? Scratch{0, plan.x_bytes + plan.y_bytes} : Scratch{plan.x_bytes, plan.y_bytes};
 }
 
 inline int linear_phases(const Op& op, int64_t rows) {

@@ -1,33 +1,31 @@
 // In which order the terms of a dot product are added.  It is a matter of the instruction set, of the types and of the
 // product's own length; every path of linear.h, whatever its blocking, adds in this order and so gives the same bits.
 //
-// A row is read in steps.  A step holds terms for two chains, vectors of running sums; at the end the chains are added,
-// then the lanes in halves (as in sum()).  Terms past the end of a row are 0 * 0.  An order tells
+// A row is read in steps of two halves, whose products are added to one vector of running sums, one half after the other;
+// at the end its lanes are added in halves (as in sum()).  Terms past the end of a row are 0 * 0.  An order tells
 //   Packed    what a row of activations is kept as, once arranged and padded with zeros to whole steps
 //   kStep     elements of a step
-//   weights   the two terms at a place of a weight's row, as it lies
-//   inputs    the two that belong to them, of an arranged row
-//   add       a term of each multiplied and added to a chain
+//   weights   a half of a step of a weight's row, as it lies
+//   inputs    what belongs to it, of an arranged row
+//   add       the two multiplied and added to the sums
 //   arrange   a whole step
-// and kWidens whether weights() costs enough arithmetic to keep wide copies of a few rows for many rows of activations.
 #pragma once
 
 namespace gtp {
 namespace GTP_ISA {
 
-// Terms lie as they are used: the first kLanes elements of a step belong to the first chain.
+// Terms lie as they are used: the first kLanes elements of a step are its first half.
 template <class W>
 struct Straight {
   using Weight = W;
   using Packed = float;
   using Term = Vec;
   static constexpr int kStep = 2 * kLanes;
-  static constexpr bool kWidens = sizeof(W) < sizeof(float);
-  template <int kChain>
-  static Term weights(const W* p) { return load(p + kChain * kLanes); }
-  template <int kChain>
-  static Term inputs(const float* p) { return load(p + kChain * kLanes); }
-  static Vec add(Term a, Term b, Vec chain) { return fma(a, b, chain); }
+  template <int kHalf>
+  static Term weights(const W* p) { return load(p + kHalf * kLanes); }
+  template <int kHalf>
+  static Term inputs(const float* p) { return load(p + kHalf * kLanes); }
+  static Vec add(Term a, Term b, Vec sums) { return fma(a, b, sums); }
   template <class X>
   static void arrange(const X* from, float* to) {
     spill(to, load(from)), spill(to + kLanes, load(from + kLanes));
@@ -36,18 +34,17 @@ struct Straight {
 
 #if defined(__AVX2__) && defined(__FMA__)
 // bf16 in pairs: widening those at even places is a shift, those at odd places a mask, neither moves across lanes.  The
-// even places of a step are the first chain's.
+// even places of a step are its first half.
 struct Paired {
   using Weight = bf16;
   using Packed = float;
   using Term = Vec;
   static constexpr int kStep = 2 * kLanes;
-  static constexpr bool kWidens = true;
-  template <int kChain>
-  static Term weights(const bf16* p) { return kChain ? load_odd(p) : load_even(p); }
-  template <int kChain>
-  static Term inputs(const float* p) { return load(p + kChain * kLanes); }
-  static Vec add(Term a, Term b, Vec chain) { return fma(a, b, chain); }
+  template <int kHalf>
+  static Term weights(const bf16* p) { return kHalf ? load_odd(p) : load_even(p); }
+  template <int kHalf>
+  static Term inputs(const float* p) { return load(p + kHalf * kLanes); }
+  static Vec add(Term a, Term b, Vec sums) { return fma(a, b, sums); }
   static void arrange(const bf16* from, float* to) { spill(to, load_even(from)), spill(to + kLanes, load_odd(from)); }
   static void arrange(const float* from, float* to) {
     for (int i = 0; i < kLanes; ++i) to[i] = from[2 * i], to[kLanes + i] = from[2 * i + 1];
@@ -62,12 +59,11 @@ struct Dotted {
   using Packed = bf16;
   using Term = __m512bh;
   static constexpr int kStep = 4 * kLanes;
-  static constexpr bool kWidens = false;
-  template <int kChain>
-  static Term weights(const bf16* p) { return load_pairs(p + kChain * 2 * kLanes); }
-  template <int kChain>
-  static Term inputs(const bf16* p) { return load_pairs(p + kChain * 2 * kLanes); }
-  static Vec add(Term a, Term b, Vec chain) { return _mm512_dpbf16_ps(chain, a, b); }
+  template <int kHalf>
+  static Term weights(const bf16* p) { return load_pairs(p + kHalf * 2 * kLanes); }
+  template <int kHalf>
+  static Term inputs(const bf16* p) { return load_pairs(p + kHalf * 2 * kLanes); }
+  static Vec add(Term a, Term b, Vec sums) { return _mm512_dpbf16_ps(sums, a, b); }
   static void arrange(const bf16* from, bf16* to) { std::memcpy(to, from, kStep * sizeof(bf16)); }
 };
 #endif
@@ -84,14 +80,13 @@ struct Whole {
   using Term = __m256i;
 #endif
   static constexpr int kStep = 4 * kLanes;
-  static constexpr bool kWidens = false;
   static constexpr int64_t kBlock = 2048;  // 127 * 32767 as often fits a sum of 32 bits
-  template <int kChain>
-  static Term weights(const int8_t* p) { return widened(p + kChain * 2 * kLanes); }
-  template <int kChain>
-  static Term inputs(const int16_t* p) { return whole(p + kChain * 2 * kLanes); }
+  template <int kHalf>
+  static Term weights(const int8_t* p) { return widened(p + kHalf * 2 * kLanes); }
+  template <int kHalf>
+  static Term inputs(const int16_t* p) { return whole(p + kHalf * 2 * kLanes); }
   static Term none() { return whole_zero(); }
-  static Term add(Term a, Term b, Term chain) { return add_whole(chain, multiply_pairs(a, b)); }
+  static Term add(Term a, Term b, Term sums) { return add_whole(sums, multiply_pairs(a, b)); }
   static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
   static int64_t padded(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
   static const float* scales(const int16_t* row, int64_t size) {
@@ -193,29 +188,6 @@ inline void arrange_row(const X* from, int64_t size, typename O::Packed* to) {
   std::memcpy(padded, from + at, (size - at) * sizeof(X));
   O::arrange(padded, to + at);
   }
-}
-
-// One product, for those who need few: what a tile gives for the same row and weights.
-template <class X, class W>
-inline float dot(const X* x, const W* w, int64_t size) {
-  using O = Order<X, W>;
-  Vec first = zero(), second = zero();
-  alignas(64) typename O::Packed arranged[O::kStep];
-  const auto step = [&](const X* terms, const W* weights) {
-    O::arrange(terms, arranged);
-    first = O::add(O::template inputs<0>(arranged), O::template weights<0>(weights), first);
-    second = O::add(O::template inputs<1>(arranged), O::template weights<1>(weights), second);
-  };
-  int64_t at = 0;
-  for (; at + O::kStep <= size; at += O::kStep) step(x + at, w + at);
-  if (at < size) {
-    X terms[O::kStep] = {};
-    W weights[O::kStep] = {};
-    std::memcpy(terms, x + at, (size - at) * sizeof(X));
-    std::memcpy(weights, w + at, (size - at) * sizeof(W));
-    step(terms, weights);
-  }
-  return sum(add(first, second));
 }
 
 }  // namespace GTP_ISA

@@ -4,15 +4,13 @@
 namespace gtp {
 namespace GTP_ISA {
 
-// As many as registers hold a chain of each product, and what is multiplied; two chains where there are more registers.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 4, kTileColumns = 3, kSumsAtOnce = 24;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 4, kTileColumns = 3, kSumsAtOnce = 12;
+// As many as registers hold the sums of, and what is multiplied.
+#if defined(__AVX2__)
+constexpr int kTileRows = 4, kTileColumns = 3;
 #else
-constexpr int kTileRows = 2, kTileColumns = 1, kSumsAtOnce = 4;
+constexpr int kTileRows = 2, kTileColumns = 1;
 #endif
-// Columns of a tile of one row.
+// Columns of a tile of one row: so many sums wait for nobody's last product.
 constexpr int kRowColumns = 4;
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -36,62 +34,53 @@ inline void tile(const typename O::Packed* x, int64_t x_row, const typename O::W
 #endif
   {
   using W = typename O::Weight;
-  Vec first[kRows][kColumns], second[kRows][kColumns];
-  W padded[kColumns * O::kStep];
-  const int64_t whole = size / O::kStep * O::kStep;
-  if (whole < size) {
-    std::memset(padded, 0, sizeof padded);
-    for (int n = 0; n < kColumns; ++n)
-      std::memcpy(padded + n * O::kStep, w + n * w_row + whole, (size - whole) * sizeof(W));
-  }
-  const auto add_chain = [&](auto chain, Vec (&sums)[kRows][kColumns], const typename O::Packed* inputs,
-                             const W* weights, int64_t weights_row) {
-    constexpr int kChain = decltype(chain)::value;
+  Vec sums[kRows][kColumns];
+  GTP_UNROLL
+  for (int m = 0; m < kRows; ++m)
+    GTP_UNROLL
+    for (int n = 0; n < kColumns; ++n) sums[m][n] = zero();
+  const auto add_half = [&](auto half, const typename O::Packed* inputs, const W* weights, int64_t weights_row) {
+    constexpr int kHalf = decltype(half)::value;
     typename O::Term weight[kColumns];
-    for (int n = 0; n < kColumns; ++n) weight[n] = O::template weights<kChain>(weights + n * weights_row);
+    GTP_UNROLL
+    for (int n = 0; n < kColumns; ++n) weight[n] = O::template weights<kHalf>(weights + n * weights_row);
+    GTP_UNROLL
     for (int m = 0; m < kRows; ++m) {
-      const auto term = O::template inputs<kChain>(inputs + m * x_row);
+      const auto term = O::template inputs<kHalf>(inputs + m * x_row);
+      GTP_UNROLL
       for (int n = 0; n < kColumns; ++n) sums[m][n] = O::add(term, weight[n], sums[m][n]);
     }
   };
-  const auto clear = [](Vec (&sums)[kRows][kColumns]) {
-    for (auto& row : sums)
-      for (Vec& sum : row) sum = zero();
+  const auto step = [&](const typename O::Packed* inputs, const W* weights, int64_t weights_row) {
+    add_half(std::integral_constant<int, 0>(), inputs, weights, weights_row);
+    add_half(std::integral_constant<int, 1>(), inputs, weights, weights_row);
   };
-  const auto fetch = [&] {
+  int64_t at = 0;
+  for (; at + O::kStep <= size; at += O::kStep) {
     if constexpr (kFetch > 0) {
       constexpr int kBytes = kColumns * O::kStep * kFetch;
+      GTP_UNROLL
       for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
       ahead += kBytes;
     }
-  };
-  constexpr std::integral_constant<int, 0> kFirst;
-  constexpr std::integral_constant<int, 1> kSecond;
-  if constexpr (kRows * kColumns > kSumsAtOnce / 2) {
-    // One chain after the other: a tile of this size leaves no registers for both.
-    clear(first);
-    for (int64_t at = 0; at < whole; at += O::kStep) fetch(), add_chain(kFirst, first, x + at, w + at, w_row);
-    if (whole < size) add_chain(kFirst, first, x + whole, padded, O::kStep);
-    clear(second);
-    for (int64_t at = 0; at < whole; at += O::kStep) add_chain(kSecond, second, x + at, w + at, w_row);
-    if (whole < size) add_chain(kSecond, second, x + whole, padded, O::kStep);
-  } else {
-    clear(first), clear(second);
-    for (int64_t at = 0; at < whole; at += O::kStep) {
-      fetch();
-      add_chain(kFirst, first, x + at, w + at, w_row), add_chain(kSecond, second, x + at, w + at, w_row);
-    }
-    if (whole < size)
-      add_chain(kFirst, first, x + whole, padded, O::kStep), add_chain(kSecond, second, x + whole, padded, O::kStep);
+    step(x + at, w + at, w_row);
+  }
+  if (at < size) {
+    W padded[kColumns * O::kStep] = {};
+    for (int n = 0; n < kColumns; ++n) std::memcpy(padded + n * O::kStep, w + n * w_row + at, (size - at) * sizeof(W));
+    step(x + at, padded, O::kStep);
   }
   constexpr int kCount = kRows * kColumns;
   Vec total[(kCount + 3) / 4 * 4];
-  for (int i = 0; i < kCount; ++i) total[i] = add(first[i / kColumns][i % kColumns], second[i / kColumns][i % kColumns]);
-  for (int i = kCount; i < (kCount + 3) / 4 * 4; ++i) total[i] = zero();
-  float sums[(kCount + 3) / 4 * 4];
-  for (int i = 0; i < kCount; i += 4) sum_four(total + i, sums + i);
+  GTP_UNROLL
+  for (int i = 0; i < (kCount + 3) / 4 * 4; ++i) total[i] = i < kCount ? sums[i / kColumns][i % kColumns] : zero();
+  float products[(kCount + 3) / 4 * 4];
+  GTP_UNROLL
+  for (int i = 0; i < kCount; i += 4) sum_four(total + i, products + i);
+  GTP_UNROLL
   for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = sums[m * kColumns + n];
+    GTP_UNROLL
+    for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = products[m * kColumns + n];
   }
 }
 
@@ -102,17 +91,23 @@ inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t
                        int64_t y_row, uintptr_t ahead) {
   constexpr int kCount = (kRows * kColumns + 3) / 4 * 4;
   Vec total[kCount];
+  GTP_UNROLL
   for (int i = 0; i < kCount; ++i) total[i] = zero();
   for (int64_t block = 0; block * O::kBlock < size; ++block) {
     typename O::Term sums[kRows][kColumns];
+    GTP_UNROLL
     for (int m = 0; m < kRows; ++m)
+      GTP_UNROLL
       for (int n = 0; n < kColumns; ++n) sums[m][n] = O::none();
     const auto add_half = [&](auto half, const int16_t* inputs, const int8_t* weights, int64_t weights_row) {
       constexpr int kHalf = decltype(half)::value;
       typename O::Term weight[kColumns];
+      GTP_UNROLL
       for (int n = 0; n < kColumns; ++n) weight[n] = O::template weights<kHalf>(weights + n * weights_row);
+      GTP_UNROLL
       for (int m = 0; m < kRows; ++m) {
         const auto term = O::template inputs<kHalf>(inputs + m * x_row);
+        GTP_UNROLL
         for (int n = 0; n < kColumns; ++n) sums[m][n] = O::add(term, weight[n], sums[m][n]);
       }
     };
@@ -125,6 +120,7 @@ inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t
     for (; at + O::kStep <= stop; at += O::kStep) {
       if constexpr (kFetch > 0) {
         constexpr int kBytes = kColumns * O::kStep * kFetch;
+        GTP_UNROLL
         for (int byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
         ahead += kBytes;
       }
@@ -135,15 +131,20 @@ inline void whole_tile(const int16_t* x, int64_t x_row, const int8_t* w, int64_t
       for (int n = 0; n < kColumns; ++n) std::memcpy(padded + n * O::kStep, w + n * w_row + at, stop - at);
       step(x + at, padded, O::kStep);
     }
+    GTP_UNROLL
     for (int m = 0; m < kRows; ++m) {
       const Vec scale = all(O::scales(x + m * x_row, size)[block]);
+      GTP_UNROLL
       for (int n = 0; n < kColumns; ++n)
         total[m * kColumns + n] = fma(from_whole(sums[m][n]), scale, total[m * kColumns + n]);
     }
   }
   float sums[kCount];
+  GTP_UNROLL
   for (int i = 0; i < kCount; i += 4) sum_four(total + i, sums + i);
+  GTP_UNROLL
   for (int m = 0; m < kRows; ++m)
+    GTP_UNROLL
     for (int n = 0; n < kColumns; ++n) y[m * y_row + n] = sums[m * kColumns + n];
 }
 #endif

@@ -43,16 +43,10 @@ inline void turn(Vec (&x)[4]) {
   x[0] = _mm512_shuffle_ps(a, c, 0x44), x[1] = _mm512_shuffle_ps(a, c, 0xee);
   x[2] = _mm512_shuffle_ps(b, d, 0x44), x[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
-// Of pairs of bf16, as they lie in memory: the first and the second of each, wide.
-inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
-inline Vec second_of_pairs(Vec x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-}
 // y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), zero());
 }
-inline Vec load_words(const void* p) { return _mm512_loadu_ps(p); }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
@@ -64,15 +58,10 @@ inline void turn(Vec (&x)[4]) {
   x[0] = _mm256_shuffle_ps(a, c, 0x44), x[1] = _mm256_shuffle_ps(a, c, 0xee);
   x[2] = _mm256_shuffle_ps(b, d, 0x44), x[3] = _mm256_shuffle_ps(b, d, 0xee);
 }
-inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
-inline Vec second_of_pairs(Vec x) {
-  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
 // y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), y);
 }
-inline Vec load_words(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
 #else
 inline float fold_sum(Vec x) { return sum(x); }
 inline float fold_max(Vec x) {
@@ -90,25 +79,9 @@ inline void turn(Vec (&x)[4]) {
     for (int i = 0; i < 4; ++i)
       for (int j = 0; j < i; ++j) std::swap(x[i].lane[part + j], x[j].lane[part + i]);
 }
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-inline Vec first_of_pairs(Vec x) {
-  return each([&](int i) { return widen(static_cast<bf16>(bits_of(x.lane[i]) & 0xffff)); });
-}
-inline Vec second_of_pairs(Vec x) {
-  return each([&](int i) { return widen(static_cast<bf16>(bits_of(x.lane[i]) >> 16)); });
-}
 // y, but 0 where x < limit
 inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return each([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : y.lane[i]; });
-}
-inline Vec load_words(const void* p) {
-  Vec x;
-  std::memcpy(x.lane, p, sizeof x.lane);
-  return x;
 }
 #endif
 
