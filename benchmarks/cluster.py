@@ -1,6 +1,7 @@
 """What a fleet costs beside one engine, and what the parts of its updates cost:  python benchmarks/cluster.py
 
     --part serving   one server, one replica, two replicas: seconds of a request, requests a second
+    --part scaling   replicas and threads: tokens a second beside servers without Ray; needs --ckpt of a real model
     --part costs     packing, the object store between two nodes, unpacking, plan, journal, calls: for docs/scaling.md
 
 A Ray cluster of two or three nodes is started on this machine, so that "network" is its loopback.
@@ -51,16 +52,19 @@ MOE_1T = replace(
 def main() -> None:
     """Run the parts asked for; a JSON line for each number."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("serving", "costs", "both"), default="both")
-    parser.add_argument("--ckpt", type=Path, help="of the serving part; a tiny model otherwise")
+    parser.add_argument("--part", choices=("serving", "scaling", "costs", "both"), default="both")
+    parser.add_argument("--ckpt", type=Path, help="of serving, a tiny model otherwise, and of scaling")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--minutes", type=float, default=3.0, help="the scaling part begins no round after this")
     parser.add_argument("--mib", type=int, default=64, help="of the transfers that are measured")
     args = parser.parse_args()
     if args.part in ("costs", "both"):
         measure_costs(args.mib)
     if args.part in ("serving", "both"):
         measure_serving(args)
+    if args.part == "scaling":
+        measure_scaling(args)
 
 
 def say(what: str, **numbers: Any) -> None:
@@ -244,6 +248,74 @@ def measure_serving(args: argparse.Namespace) -> None:
                 front.command.end()
         finally:
             world.close()
+
+
+# -- replicas and threads ----------------------------------------------------------------------------
+
+ROUNDS = 4
+AT_A_TIME = (8, 32)
+PROMPT_TOKENS = 4
+
+
+def measure_scaling(args: argparse.Namespace) -> None:
+    """All are up at the same time and asked in turn, so that what changes on the machine hits them alike."""
+    from cluster_world import Front, World
+    from serve_command import Command
+
+    common = [
+        "--ckpt",
+        str(args.ckpt),
+        "--no-tokenizer",
+        "--device",
+        "cpu",
+        "--context",
+        "512",
+        "--kv-memory",
+        "512MiB",
+    ]
+    rest = common[2:]
+    ends: list[Callable[[], Any]] = []
+    over = time.monotonic() + 60 * args.minutes
+    try:
+        servers = [Command(*common, "--port", "0", "--threads", "1") for _ in range(2)]
+        ends += [server.stop for server in servers]
+        world = World(3)
+        ends.append(world.close)
+        threads2 = world.front(args.ckpt, *rest, "--cpus-per-rank", "2", "--fleet", "threads")
+        two = world.front(args.ckpt, *rest, "--replicas", "2", "--fleet", "two")
+        two.until(partial(are_ready, 2))
+        one = world.front(args.ckpt, *rest, "--fleet", "one")
+        plain = [Front(server) for server in servers]
+        asked = {
+            "a server of 1 thread": plain[:1],
+            "two servers of 1 thread, no Ray": plain,
+            "1 replica of 1 thread": [one],
+            "1 replica of 2 threads": [threads2],
+            "2 replicas of 1 thread": [two],
+        }
+        for fronts in asked.values():
+            tokens_a_second(fronts, AT_A_TIME[0], 2)
+        rates: dict[tuple[str, int], list[float]] = {}
+        for _ in range(ROUNDS):
+            if time.monotonic() > over:
+                break
+            for count in AT_A_TIME:
+                for what, fronts in asked.items():
+                    found = rates.setdefault((what, count), [])
+                    found.append(round(tokens_a_second(fronts, count, args.tokens), 1))
+                    say(what, at_a_time=count, tokens_per_s=found)
+    finally:
+        for end in reversed(ends):
+            end()
+
+
+def tokens_a_second(fronts: list[Any], count: int, tokens: int) -> float:
+    """So many requests at the same time, shared among the fronts."""
+    prompts = np.random.default_rng().integers(10, 40_000, (count, PROMPT_TOKENS)).tolist()  # none is in a cache
+    began = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda n: fronts[n % len(fronts)].generate(prompts[n], tokens), range(count)))
+    return count * tokens / (time.perf_counter() - began)
 
 
 def are_ready(count: int, body: Any) -> bool:

@@ -140,6 +140,8 @@ def replica_curve(args: argparse.Namespace, counts: Sequence[int], end: float) -
             str(args.model),
             "--replicas",
             str(count),
+            "--address",
+            "local",
         ]
         words += [
             "--device",

@@ -31,6 +31,7 @@ from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.choice import choose_ops
 from gtp_serve.ops.greedy import Greedy
 from gtp_serve.refit.apply import apply_plan
+from gtp_serve.refit.mapping import MappedRange
 from gtp_serve.refit.orders import DiskOrder, Report
 from gtp_serve.refit.plan import build_plan
 from gtp_serve.refit.rank import RankWeights
@@ -108,12 +109,14 @@ def fill_decoder(
     return apply_plan(plan, checkpoint.source, targets, threads=threads, progress=advance)
 
 
-def keep_weights(decoder: Decoder, config: EngineConfig) -> WeightStore:
+def keep_weights(decoder: Decoder, config: EngineConfig, memory: MappedRange | None = None) -> WeightStore:
     """Move the parameters of a decoder, not yet filled, to where updates can exchange them.
 
     What is derived from them is computed by the store's ``derive`` when they are filled.
+
+    :param memory: on a CPU, taken before for them.
     """
-    store = WeightStore(decoder.targets())
+    store = WeightStore(decoder.targets(), memory=memory)
     if config.quant == "int8":
         table = decoder.placement.ops.int8
         if table is None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -47,6 +47,7 @@ from gtp_serve.text import special_stops
 from gtp_serve.wanted import Prompt, Prompts, SamplingForm, Wanted, read_prompts, read_wanted
 
 Messages = Sequence[Mapping[str, Any]]
+_R = TypeVar("_R", UpdateRequest, RollBack)
 _UPDATE_POLL_SECONDS = 0.005
 
 
@@ -272,7 +273,7 @@ class LLM:
         """
         order = DiskOrder(path=str(Path(path).absolute()), iteration=iteration)
         label = version if version is not None else next_label(self.weights.version)
-        request = UpdateRequest(order=order, version=label, in_flight=in_flight, dry_run=dry_run)
+        request = _checked(UpdateRequest(order=order, version=label, in_flight=in_flight, dry_run=dry_run))
         update = uuid.uuid4().hex
         self._control(Begin(request=request, id=update))
         while (record := self._ended(update)) is None:
@@ -286,7 +287,7 @@ class LLM:
 
         :raises UpdateRefused: there are none.
         """
-        return msgspec.convert(self._control(RollBack(in_flight=in_flight)), UpdateRecord)
+        return msgspec.convert(self._control(_checked(RollBack(in_flight=in_flight))), UpdateRecord)
 
     def _ended(self, update: str) -> UpdateRecord | None:
         return next((record for record in self.weights.history if record.id == update), None)
@@ -342,8 +343,8 @@ class LLM:
         progress: bool,
         routed: bool = False,
     ) -> list[Completion]:
-        if n < 1:
-            raise UsageError(f"n is {n}", [("needed", "1 or more")])
+        if type(n) is not int or n < 1:
+            raise UsageError(f"n is {n!r}", [("needed", "a whole number, 1 or more")])
         wanted = read_wanted(sampling, fields, len(prompts))
         jobs = [
             self._job(ids, one, sample, options, routed)
@@ -496,9 +497,20 @@ def _nth_seed(seed: int | None, sample: int) -> int | None:
     return (seed + sample) % (MAX_SEED + 1)
 
 
+def _checked(request: _R) -> _R:
+    """The same, once its fields are known to be of their types.
+
+    :raises UsageError: naming the field.
+    """
+    try:
+        return msgspec.convert(msgspec.to_builtins(request), type(request))
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UsageError(f"an argument of the update is not what it must be: {error}") from error
+
+
 def _check_start(start: int, count: int) -> None:
-    if not 0 <= start < count:
-        raise UsageError(f"start is {start} and there are {count} tokens", [("possible", f"0 to {count - 1}")])
+    if type(start) is not int or not 0 <= start < count:
+        raise UsageError(f"start is {start!r} and there are {count} tokens", [("possible", f"0 to {count - 1}")])
 
 
 def _logprob_options(top_logprobs: int) -> LogprobOptions | None:

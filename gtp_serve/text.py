@@ -178,6 +178,20 @@ class StopMatcher:
         self._held = buffer[safe:]
         return buffer[:safe], None
 
+    def pass_over(self, text: str) -> str:
+        """Text that is safe to give out, where no stop string may be completed yet: one that only begins here is
+        still found.
+        """
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            if self._advance(buffer[position]) is not None:
+                for index, stop in enumerate(self._stops):
+                    if self._matched[index] == len(stop):
+                        self._matched[index] = self._borders[index][-1]
+        safe = len(buffer) - max(self._matched, default=0)
+        self._held = buffer[safe:]
+        return buffer[:safe]
+
     def flush(self) -> str:
         """What was held and did not become a stop string."""
         held, self._held = self._held, ""
@@ -217,7 +231,7 @@ class StoppingText:
     :param tokenizer: None: the text stays empty.
     :param context: the prompt's ids.
     :param keep_stop: the stop string stays in the text.
-    :param min_tokens: stop strings count from this many tokens on.
+    :param min_tokens: a stop string counts if it is completed by this token (1 is the first) or a later one.
     """
 
     def __init__(
@@ -263,7 +277,7 @@ class StoppingText:
 
     def _match(self, text: str) -> str | None:
         if self._tokens < self._min_tokens:
-            self.pieces.append(text)
+            self.pieces.append(self._matcher.pass_over(text))
             return None
         safe, matched = self._matcher.push(text)
         if matched is not None and self._keep_stop:

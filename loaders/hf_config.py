@@ -76,6 +76,11 @@ class _Fields:
             raise self.wrong(name, "a number above 0")
         return float(value)
 
+    def need_number(self, name: str) -> float:
+        if self.values.get(name) is None:
+            raise CheckpointCorrupt(f"{self.file} does not say {name}")
+        return self.number(name, 0.0)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
@@ -214,7 +219,7 @@ def _window(fields: _Fields, family: str, defaults: _Defaults) -> int | None:
         return fields.integer("sliding_window") if "sliding_window" in fields.values else defaults.window
     layers, types = fields.need("num_hidden_layers", MAX_LAYERS), fields.values.get("layer_types")
     on = fields.flag("use_sliding_window")
-    window = fields.integer("sliding_window", 4096) if on else None
+    window = fields.integer("sliding_window", None if "sliding_window" in fields.values else 4096) if on else None
     if family == "qwen3_moe":
         return window
     if isinstance(types, list):
@@ -245,26 +250,31 @@ def _rope(fields: _Fields, defaults: _Defaults) -> RopeConfig:
         return RopeConfig(theta=fields.number("rope_theta", defaults.theta))
     if not isinstance(scaling, dict):
         raise fields.wrong(name, "an object")
+    if fields.values.get("rope_scaling") not in (None, scaling):
+        raise LayoutMismatch(
+            f"{fields.file} has both rope_parameters and rope_scaling, and they differ", [("needed", "one of them")]
+        )
     rope = _Fields(scaling, f"{fields.file}: {name}")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = rope.number("rope_theta", fields.number("rope_theta", defaults.theta))
     if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise rope.unsupported("partial_rotary_factor", "1")
-    if kind in ("default", None) and not any(isinstance(value, dict) for value in scaling.values()):
+    if kind == "default" and not any(isinstance(value, dict) for value in scaling.values()):
         return RopeConfig(theta=theta)
     context = fields.integer("max_position_embeddings", defaults.max_context) or defaults.max_context
-    original = rope.integer("original_max_position_embeddings", context) or context
+    name = "original_max_position_embeddings"  # some files have it beside max_position_embeddings
+    original = rope.integer(name) or fields.integer(name, context) or context
     if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor", 1.0))
+        return RopeConfig(theta=theta, scaling="linear", factor=rope.need_number("factor"))
     if kind == "dynamic":
-        return RopeConfig(theta=theta, scaling="dynamic", factor=rope.number("factor", 1.0), original_context=original)
+        return RopeConfig(theta=theta, scaling="dynamic", factor=rope.need_number("factor"), original_context=original)
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             scaling="llama3",
-            factor=rope.number("factor", 8.0),
-            low_freq_factor=rope.number("low_freq_factor", 1.0),
-            high_freq_factor=rope.number("high_freq_factor", 4.0),
+            factor=rope.need_number("factor"),
+            low_freq_factor=rope.need_number("low_freq_factor"),
+            high_freq_factor=rope.need_number("high_freq_factor"),
             original_context=original,
         )
     if kind == "yarn":

@@ -167,7 +167,7 @@ def _refuse_double_keys(raw: bytes, value: dict[str, Any], max_strings: int) -> 
     """
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     if plain.count(b'"') > 2 * max_strings:
-        raise RequestRejected(f"the body has more than {max_strings} strings", code="body-too-large")
+        raise BodyTooLarge(f"the body has more than {max_strings} strings")
     parts = plain.split(b'"')
     written = sum(1 for part in parts[2::2] if part.lstrip()[:1] == b":")
     kept = Counter(_keys(value))

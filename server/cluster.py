@@ -39,7 +39,9 @@ def _bringup(args: argparse.Namespace) -> Any:
     settings = importlib.import_module("gtp_serve.cluster.settings")
     low = args.min_replicas if args.min_replicas is not None else args.replicas
     high = args.max_replicas if args.max_replicas is not None else max(low, args.replicas)
-    scale = settings.Scale(low=low, high=high, target=args.target_requests)
+    scale = settings.Scale(
+        low=low, high=high, target=args.target_requests, up_seconds=args.up_after, down_seconds=args.down_after
+    )
     scale.check()
     cluster = bringup.ClusterOptions(
         address=None if args.address == "local" else args.address,
@@ -72,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-replicas", type=_count, metavar="N", help="most, when their number follows the load")
     made.add_argument(
         "--target-requests", type=_positive, default=32.0, metavar="X", help="requests that a replica is to have (32)"
+    )
+    made.add_argument(
+        "--up-after", type=_positive, default=10.0, metavar="S", help="seconds of demand before one is added (10)"
+    )
+    made.add_argument(
+        "--down-after", type=_positive, default=120.0, metavar="S", help="seconds without before one is drained (120)"
     )
     made.add_argument(
         "--address", default="auto", help="of the Ray cluster: auto, host:port, or local to start one here (auto)"

@@ -41,10 +41,10 @@ from gtp_serve.engine.updates import Updates
 from gtp_serve.engine.worker import run_worker
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.loaders import open_checkpoint
-from gtp_serve.loaders.tokenizer import load_tokenizer
 from gtp_serve.loaders.tokenizer_files import tokenizer_at
 from gtp_serve.models.decoder import Decoder
 from gtp_serve.refit import orders
+from gtp_serve.refit.mapping import MappedRange
 from gtp_serve.refit.rank import RankWeights
 from gtp_serve.refit.store import WeightStore
 from gtp_serve.server.launch import Launch, saved_overrides
@@ -53,16 +53,19 @@ from gtp_serve.sizes import format_gib
 Report = Callable[[Phase], None]
 
 _PROGRESS_SECONDS = 0.1
+_GRAMMARS_SECONDS = 1.0
+"""After the first token: whoever waited for the server comes first."""
 
 
-def lead(launch: Launch, endpoint: str, leader: Leader | None) -> int:
+def lead(launch: Launch, endpoint: str, leader: Leader | None, memory: MappedRange | None = None) -> int:
     """Be rank 0 until told to stop; returns the exit code.
 
     :param endpoint: where the client listens.
     :param leader: the other ranks, if there are any.
+    :param memory: for weights on a CPU, if it was taken already.
     """
     _set_up(launch)
-    return run_worker(endpoint, lambda report: build_engine(launch, report, leader))
+    return run_worker(endpoint, lambda report: build_engine(launch, report, leader, memory))
 
 
 def follow(launch: Launch, rank: int, link: int, meeting: int, store: Store | None = None) -> int:
@@ -83,7 +86,7 @@ def _set_up(launch: Launch) -> None:
     torch.set_num_threads(launch.threads)
 
 
-def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engine:
+def build_engine(launch: Launch, report: Report, leader: Leader | None, memory: MappedRange | None = None) -> Engine:
     """Everything from the open checkpoint to the first token.
 
     :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
@@ -92,7 +95,7 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engin
     with _Phase("start engine", report) as phase:
         check_device(config, rank=0)
         decoder = empty_decoder(config, None if leader is None else leader.join(_connect(config)))
-        store = keep_weights(decoder, config)
+        store = keep_weights(decoder, config, memory)
         phase.done(_engine_words(launch, decoder))
     grammars = _build_grammars(launch)
     with _Phase("load weights", report) as phase:
@@ -116,6 +119,8 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None) -> Engin
     )
     with _Phase("first token", report) as phase:
         phase.done(str(first_token(engine, launch.first_prompt)))
+    if grammars is not None:
+        grammars.warm_after(_GRAMMARS_SECONDS)
     return engine
 
 
@@ -172,17 +177,21 @@ def _build_engine(
 
 
 def _build_grammars(launch: Launch) -> GrammarCompiler | None:
-    """What compiles grammars; its tokenizer is read while the weights are."""
+    """What compiles grammars."""
     if launch.tokenizer is None:
         return None
     path, model = Path(launch.tokenizer), launch.engine.model
-    compiler = GrammarCompiler(
-        lambda: load_tokenizer(tokenizer_at(path)).to_json(),
+    return GrammarCompiler(
+        lambda: _tokenizer_json(path),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-    compiler.warm()
-    return compiler
+
+
+def _tokenizer_json(path: Path) -> str:
+    from gtp_serve.loaders.tokenizer import load_tokenizer  # with templates, which a start can do without
+
+    return load_tokenizer(tokenizer_at(path)).to_json()
 
 
 class _Phase:

@@ -2,7 +2,7 @@
 
 That import takes seconds; started this early, all ranks go through it at the same time.  Ranks of a ``far`` launch
 are started by somebody else and find rank 0.  A process that was started early imports torch before it is told what
-to build.
+to build, and takes the memory of its weights meanwhile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from gtp_serve.engine.far import Door, Store, knock
 from gtp_serve.engine.lifeline import end_with_parent, leave_signals_to_parent
 from gtp_serve.engine.peer import Patience
 from gtp_serve.engine.ranks import Leader
-from gtp_serve.server.launch import Launch, launch_argv, read_launch, read_order
+from gtp_serve.refit.mapping import MappedRange
+from gtp_serve.server.early_memory import EarlyMemory
+from gtp_serve.server.launch import Launch, launch_argv, read_launch
 
 
 class _EngineProcess(Protocol):
-    def lead(self, launch: Launch, endpoint: str, leader: Leader | None) -> int: ...
+    def lead(self, launch: Launch, endpoint: str, leader: Leader | None, memory: MappedRange | None = None) -> int: ...
 
     def follow(self, launch: Launch, rank: int, link: int, meeting: int, store: Store | None = None) -> int: ...
 
@@ -57,12 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lead_early(pipe: int) -> int:
+    early = EarlyMemory(pipe)
     engine_process = _engine_process()
-    order = read_order(pipe)
+    order, memory = early.wait()
     if order is None:
         return 0
     launch, endpoint = order
-    return engine_process.lead(launch, endpoint, None)
+    return engine_process.lead(launch, endpoint, None, memory)
 
 
 def _follow(launch: Launch, args: argparse.Namespace) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.fleet import Fleet
 from gtp_serve.cluster.journal import InMemory, Journal
-from gtp_serve.cluster.member import ReplicaLost
+from gtp_serve.cluster.member import ReplicaLost, ReplicaUnreachable
 from gtp_serve.cluster.settings import FleetConfig, Scale
 from gtp_serve.cluster.states import ReplicaStatus
 from gtp_serve.config import CacheConfig, EngineConfig, ModelConfig
@@ -52,7 +53,12 @@ class FakeReplica:
 
     def __init__(self, name: str, world: FakeWorld) -> None:
         self.name, self.world = name, world
-        self.dead = self.paused = False
+        self.dead = self.paused = self.unreachable = False
+        self.node = f"node-of-{name}"
+        self.drains: list[float] = []
+        self.streams = asyncio.Event()
+        """Set when what it streams has ended."""
+        self.streams.set()
         self.version, self.holds = "0", INITIAL
         self.before: tuple[str, str] | None = None
         self.update: UpdateRecord | None = None
@@ -87,6 +93,8 @@ class FakeReplica:
 
     async def status(self) -> ReplicaStatus:
         await self._enter()
+        if self.unreachable:
+            raise ReplicaUnreachable(f"{self.name} does not answer")
         weights = WeightsStatus(
             version=self.version,
             digest=self.holds,
@@ -95,7 +103,7 @@ class FakeReplica:
             update=self.update,
             history=tuple(self.history),
         )
-        return ReplicaStatus(name=self.name, engine="ready", weights=weights, facts={"max_running": 4})
+        return ReplicaStatus(name=self.name, node=self.node, engine="ready", weights=weights, facts={"max_running": 4})
 
     async def control(self, command: Control) -> Any:
         await self._enter()
@@ -215,10 +223,14 @@ class FakeReplica:
         await self._enter()
 
     async def stop(self, drain_seconds: float) -> None:
+        self.drains.append(drain_seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.streams.wait(), drain_seconds)
         self.dead = True
 
     def kill(self) -> None:
         self.dead = True
+        self.streams.set()
         self._changed.set()
 
 
@@ -231,6 +243,10 @@ class FakeWorld:
         self.replicas: dict[str, FakeReplica] = {}
         self.config = fake_config(replicas, rolling=rolling)
         self.trainer_reads: list[int] = []
+        self.avoided: dict[str, list[Sequence[str]]] = {}
+        """By the replica that was to be placed: what it was to avoid, each time."""
+        self.full = False
+        """No new replica has a place."""
 
     def read(self, bundle: Bundle) -> None:
         """Somebody takes a bundle's bytes from whoever holds them."""
@@ -240,8 +256,11 @@ class FakeWorld:
         elif holder.dead:
             raise ReplicaLost("an object was lost with its maker")
 
-    async def launch(self, name: str) -> FakeReplica:
+    async def launch(self, name: str, avoid: Sequence[str] = ()) -> FakeReplica:
+        self.avoided.setdefault(name, []).append(tuple(avoid))
         await asyncio.sleep(0)
+        while self.full:  # noqa: ASYNC110 (as a placement group, which is asked again and again)
+            await asyncio.sleep(0.001)
         self.replicas[name] = FakeReplica(name, self)
         return self.replicas[name]
 

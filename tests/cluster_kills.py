@@ -25,6 +25,7 @@ MOMENTS = ("generation", "staging", "verified", "commit")
 PROMPTS = ([3, 7, 11], [5, 1, 2, 9], [8, 8, 4])
 TOKENS = 64
 RECOVERY_SECONDS = 30.0
+"""Until there are as many replicas as before, all of the committed version, without time that one waited for a core."""
 FULL_SECONDS = 240.0
 
 
@@ -42,13 +43,16 @@ class Seen:
     """From the kill until a replica is ready and all that are serve the committed version."""
     full_seconds: float = 0.0
     """Until there are as many replicas as before, all of that version."""
+    queued_seconds: float = 0.0
+    """Of these, how long a replica that came meanwhile could have run, and other work had the cores."""
 
     def line(self) -> str:
         errors = " ".join(f"{code}:{count}" for code, count in sorted(self.errors.items()))
         return (
             f"seed {self.seed:2d} {self.victim:8s} at {self.moment:10s} update {self.update or '-':22s} "
             f"answers {self.answers:3d} errors [{errors}] "
-            f"serving {self.serving_seconds:5.1f} s full {self.full_seconds:5.1f} s"
+            f"serving {self.serving_seconds:5.1f} s full {self.full_seconds:5.1f} s, "
+            f"without a core {self.queued_seconds:4.1f} s"
         )
 
 
@@ -132,6 +136,7 @@ class Kills:
                 self._until_noted(victim, gone)
                 seen.serving_seconds = self._until_serving() - killed
                 seen.full_seconds = self._until_full() - killed
+                seen.queued_seconds = self._queued({one["name"] for one in before["replicas"]})
             finally:
                 stop.set()
             for load in loads:
@@ -282,6 +287,11 @@ class Kills:
         self.front.until(full, FULL_SECONDS)
         return time.monotonic()
 
+    def _queued(self, before: set[str]) -> float:
+        """Of the new replica that had to wait for longest: its actor, then its engine, which follow one another."""
+        new = [one["pid"] for one in self.front.weights()["replicas"] if one["name"] not in before]
+        return max((queued_seconds(_parent(pid)) + queued_seconds(pid) for pid in new), default=0.0)
+
     def _check(self, seen: Seen, before: str, version: str) -> None:
         now = self.front.weights()["version"]
         if seen.update.startswith("committed"):
@@ -292,10 +302,16 @@ class Kills:
         assert checksum["digest"] == self.digests[self.weights_of[now]], "other bytes than this version's"
         allowed = {"replica-lost", "worker-died", "not-ready", "shutting-down"}
         assert set(seen.errors) <= allowed, (seen.errors, self.told)
+        assert seen.full_seconds - seen.queued_seconds <= RECOVERY_SECONDS, seen.line()
 
 
 def _end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def queued_seconds(pid: int) -> float:
+    """How long a process's main thread has waited for a core, of all its life."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def _parent(pid: int) -> int:

@@ -48,21 +48,27 @@ def until_it_starts(start: Callable[[], Any]) -> Any:
 
 
 class World:
-    """The cluster; close it.  Its head has room for one rank only, so that a node that may die has a replica."""
+    """The cluster; close it.  Its head has room for one rank only, so that a node that may die has a replica.
 
-    def __init__(self, nodes: int = 3, cpus: float = 2) -> None:
+    :param dashboard: port of Ray's dashboard, which also takes Serve's deployments; 0: there is none.
+    """
+
+    def __init__(self, nodes: int = 3, cpus: float = 2, dashboard: int = 0) -> None:
         os.environ["RAY_DEDUP_LOGS"] = "0"
         be_patient()
-        self.cluster: Any = self._head(1)
+        self.cluster: Any = self._head(1, dashboard)
         self.cpus = cpus
         self.nodes = [self.add_node() for _ in range(nodes - 1)]
         self.fronts: list[Command] = []
 
-    def _head(self, cpus: float) -> Any:
+    def _head(self, cpus: float, dashboard: int) -> Any:
         from ray.cluster_utils import Cluster
 
         made = Cluster()
-        until_it_starts(lambda: made.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, include_dashboard=False))
+        more: dict[str, Any] = {"include_dashboard": bool(dashboard)}
+        if dashboard:
+            more |= {"dashboard_port": dashboard, "dashboard_agent_listen_port": None}  # another cluster may have it
+        until_it_starts(lambda: made.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **more))
         return made
 
     @property

@@ -177,7 +177,7 @@ class _Run:
         if case.number == signal.SIGSTOP and case.victim in SERVER:
             time.sleep(case.hold)
             lane.signal(case.victim, signal.SIGCONT)
-        record = until(self._record, 20, "the update's end")
+        record = until(self._record, 20, "the update's end", 0.05)
         if case.number == signal.SIGSTOP and case.victim in TRAINERS:
             self._end_stopped()
         else:

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,9 @@ from kill_world import PROMPT, wrong_tokens
 
 SERVER = ("http", "engine0", "engine1")
 TRAINERS = ("trainer0", "trainer1")
-MARK = "GTP_SERVE_TEST_LANE"
 PATIENCE = 60.0
+_PAUSE = 0.5
+"""The longest between two requests of a client."""
 _SCRIPT = Path(__file__).with_name("kill_zygote.py")
 _WORDS = (
     "--no-tokenizer", "--port", "0", "--tp", "2", "--max-running", "4", "--kv-memory", "2MiB", "--log", "json",
@@ -84,7 +84,7 @@ def _take(part: Any, answer: Answer) -> None:
 
 
 class Lane:
-    """One zygote and all that comes from it."""
+    """One zygote and all that comes from it; ``hatch`` starts it."""
 
     def __init__(self, folder: Path, folders: dict[str, Path]) -> None:
         self.folder, self.folders = folder, folders
@@ -92,7 +92,6 @@ class Lane:
         self.tmp.mkdir()
         self.log = folder / "log"
         self.board = Board(folder / "board")
-        self.mark = uuid.uuid4().hex
         self.url = ""
         self.made: dict[str, str] = {}
         """Which weights each version is."""
@@ -102,40 +101,43 @@ class Lane:
         self.cases = 0
         self._serial = 0
         self._pids: dict[str, int] = {}
-        environment = {
-            **os.environ, MARK: self.mark, "TMPDIR": str(self.tmp), "PYTHONPATH": os.pathsep.join(sys.path),
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-        }  # fmt: skip
-        self._process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), str(folder / "board")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        self.zygote = 0
+        """Its process id."""
+        (self._orders_in, self._orders), (self._told, self._told_out) = os.pipe(), os.pipe()
         self._pending = b""
 
     # -- the zygote
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """What the zygote has for its stdin and stdout."""
+        return self._orders_in, self._told_out
+
+    def close_ends(self) -> None:
+        """They are the zygote's from now on."""
+        for end in self.ends:
+            os.close(end)
 
     def wait_ready(self) -> None:
         until(lambda: any(event["event"] == "ready" for event in self._events()), PATIENCE * 2, "the zygote")
 
     def _fork(self, name: str, **spec: Any) -> None:
-        assert self._process.stdin is not None
         self.hear()
         self._pids.pop(name, None)
         self.ended.pop(name, None)
-        self._process.stdin.write(json.dumps({"name": name, "log": str(self.log), **spec}).encode() + b"\n")
-        self._process.stdin.flush()
+        order = json.dumps({"name": name, "log": str(self.log), **spec}).encode() + b"\n"
+        assert os.write(self._orders, order) == len(order)
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], 0)[0]:
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
+        while select.select([self._told], [], [], 0)[0]:
+            data = os.read(self._told, 1 << 16)
             assert data, f"the zygote has ended: {self.last_log()}"
             *lines, self._pending = (self._pending + data).split(b"\n")
             for line in lines:
                 event = json.loads(line)
-                if event["event"] == "started":
+                if event["event"] == "ready":
+                    self.zygote = event["pid"]
+                elif event["event"] == "started":
                     self._pids[event["name"]] = event["pid"]
                 elif event["event"] == "ended" and self._pids.get(event["name"]) == event["pid"]:
                     self.ended[event["name"]] = event["code"]
@@ -155,11 +157,8 @@ class Lane:
         for pid in self.family():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
+        os.close(self._orders)
+        os.close(self._told)
 
     # -- what it forks
 
@@ -232,19 +231,22 @@ class Lane:
     # -- what is left
 
     def family(self) -> set[int]:
-        """Every living process that comes from this zygote, itself included."""
-        found = set()
+        """Every living process that comes from this zygote, itself included: orphans are its own."""
+        parents = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    if self.mark.encode() in (entry / "environ").read_bytes() and _state(entry) != "Z":
-                        found.add(int(entry.name))
-        return found
+                    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                    parents[int(entry.name)] = (int(parent), state)
+        found = {self.zygote} & parents.keys()
+        while more := {pid for pid, (parent, _) in parents.items() if parent in found} - found:
+            found |= more
+        return {pid for pid in found if parents[pid][1] != "Z"}
 
     def wait_alone(self, *names: str, seconds: float = 10.0) -> None:
         """Until only these processes are left beside the zygote."""
-        wanted = {self._process.pid, *(self.board.pid(name) for name in names)}
-        until(lambda: self.family() == wanted, seconds, f"only {names} are left", 0.03)
+        wanted = {self.zygote, *(self.board.pid(name) for name in names)}
+        until(lambda: self.family() == wanted, seconds, f"only {names} are left", 0.1)
         gone = {name for name in self._pids if name not in names}
         until(lambda: gone <= self.hear().keys(), seconds, f"the ends of {gone}")
 
@@ -253,8 +255,20 @@ class Lane:
         return {name: _held(self.board.pid(name)) for name in SERVER}
 
 
-def _state(entry: Path) -> str:
-    return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+def hatch(lanes: Sequence[Lane]) -> subprocess.Popen[bytes]:
+    """Their zygotes, forked from one process, so that everything is imported once; it ends when they all have."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = [word for lane in lanes for word in (str(lane.folder), *map(str, lane.ends))]
+    ends = [end for lane in lanes for end in lane.ends]
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(
+        [sys.executable, str(_SCRIPT), *words], pass_fds=ends, env=environment, stdin=nothing, stdout=nothing
+    )
+    for lane in lanes:
+        lane.close_ends()
+    return process
 
 
 def _held(pid: int) -> tuple[int, int]:
@@ -266,7 +280,7 @@ def _held(pid: int) -> tuple[int, int]:
 
 
 class Client(threading.Thread):
-    """Asks again and again until told to end; all its answers are kept."""
+    """Asks again and again until told to end, at first without a pause; all its answers are kept."""
 
     def __init__(self, lane: Lane, count: int) -> None:
         super().__init__(daemon=True)
@@ -280,6 +294,8 @@ class Client(threading.Thread):
             self._lane.stream(self._count, self.answers[-1])
             if self.answers[-1].trouble:
                 return
+            # What comes after the first second is mostly somebody's wait for silence, which need not cost a core.
+            self._over.wait(min(_PAUSE, len(self.answers) / 40))
 
     def stop(self) -> None:
         self._over.set()

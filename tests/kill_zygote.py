@@ -1,7 +1,8 @@
 """A process that has imported everything once and forks what a test wants: a whole server, or a rank of a trainer.
 
-``python kill_zygote.py BOARD``; JSON lines in and out.  What it forks is the product's own code from the command line
-on; only that a child is forked where the product would start a new interpreter is different, which saves seconds.
+``python kill_zygote.py FOLDER IN OUT FOLDER IN OUT ...`` makes one for each folder, JSON lines over the descriptors.
+What it forks is the product's own code from the command line on; only that a child is forked where the product would
+start a new interpreter is different, which saves seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -214,7 +216,7 @@ class Zygote:
 
     def run(self) -> None:
         """Until stdin is closed; then whatever still runs is ended."""
-        tell(event="ready")
+        tell(event="ready", pid=os.getpid())
         try:
             while self._read():
                 self._reap()
@@ -260,8 +262,23 @@ def tell(**fields: Any) -> None:
     os.write(1, json.dumps(fields).encode() + b"\n")
 
 
-def main() -> None:
+def be_zygote(folder: Path, orders: int, told: int, others: Sequence[int]) -> int:
+    """Until its orders end.
+
+    :param others: descriptors of other zygotes, which would seem to live on while this one has them.
+    """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # orphans come here, and are seen
+    os.dup2(orders, 0)
+    os.dup2(told, 1)
+    for number in (orders, told, *others):
+        os.close(number)
+    os.environ["TMPDIR"] = str(folder / "t")
+    tempfile.tempdir = None
+    Zygote(Board(folder / "board")).run()
+    return 0
+
+
+def main() -> None:
     torch.set_num_threads(1)
     be_impatient()
     for weights in ("a", "b"):
@@ -269,7 +286,20 @@ def main() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "it forks: it must have no thread but this one"
     gc.collect()
     gc.freeze()  # a child's collector would look through all of this, and so copy it
-    Zygote(Board(Path(sys.argv[1]))).run()
+    lanes = [(Path(folder), int(orders), int(told)) for folder, orders, told in batched(sys.argv[1:])]
+    for lane in lanes:
+        others = [number for other in lanes if other is not lane for number in other[1:]]
+        if os.fork() == 0:
+            leave(lambda lane=lane, others=others: be_zygote(*lane, others))  # type: ignore[misc, call-arg]
+    for _, orders, told in lanes:
+        os.close(orders)
+        os.close(told)
+    for _ in lanes:
+        os.wait()
+
+
+def batched(words: Sequence[str]) -> list[Sequence[str]]:
+    return [words[at : at + 3] for at in range(0, len(words), 3)]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ from gtp_serve.server.state import ServerState
 from gtp_serve.server.supervise import set_up_logging
 from gtp_serve.server.weights_watch import watch_weights
 
-_OWN = ("fleet", "replicas", "min_replicas", "max_replicas", "target_requests", "placement", "cpus_per_rank", "rolling")
+_OWN = (
+    "fleet", "replicas", "min_replicas", "max_replicas", "target_requests", "up_after", "down_after", "placement",
+    "cpus_per_rank", "rolling",
+)  # fmt: skip
 _HEALTH_SECONDS = 10.0
 
 
@@ -137,7 +140,11 @@ def read_args(args: dict[str, Any]) -> tuple[ServeOptions, ClusterOptions]:
     count = int(own.get("replicas", 1))
     low = int(own.get("min_replicas", count))
     scale = Scale(
-        low=low, high=int(own.get("max_replicas", max(low, count))), target=float(own.get("target_requests", 32))
+        low=low,
+        high=int(own.get("max_replicas", max(low, count))),
+        target=float(own.get("target_requests", 32)),
+        up_seconds=float(own.get("up_after", 10)),
+        down_seconds=float(own.get("down_after", 120)),
     )
     scale.check()
     placement = str(own.get("placement", "auto"))

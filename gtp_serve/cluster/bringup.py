@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.experimental import internal_kv
 
 from gtp_serve.cluster.client import FleetClient
 from gtp_serve.cluster.fleet_actor import find_or_make
@@ -145,11 +146,11 @@ def join(address: str | None) -> str:
     :param address: ``auto`` or ``host:port``; None starts a cluster of this machine's own.
     :raises EnvironmentFault: when there is none.
     """
-    if ray.is_initialized():
-        return ""
     logging.getLogger("ray").setLevel(logging.ERROR)
+    if ray.is_initialized():  # by Ray Serve, whose process this is
+        return _dashboard()
     try:
-        context = ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"there is no Ray cluster at {address or 'this machine'}",
@@ -159,7 +160,13 @@ def join(address: str | None) -> str:
             ],
         ) from error
     ray.put(b"")  # the first one imports much, for which nobody should wait who brings weights
-    url = str(getattr(context, "dashboard_url", "") or "")
+    return _dashboard()
+
+
+def _dashboard() -> str:
+    """Where the cluster itself says it is: within Ray Serve, Ray's own functions name the port that it mostly has."""
+    raw: bytes | None = internal_kv._internal_kv_get(b"webui:url", namespace=b"dashboard")
+    url = (raw or b"").decode()
     return f"http://{url}" if url and "://" not in url else url
 
 

@@ -146,8 +146,8 @@ class FleetClient:
             if name not in there:
                 del self._links[name]
                 link.give_up("the fleet has given it up")
-            elif there[name].state == "draining" and not link.open:
-                link.close()
+            elif there[name].state == "draining":
+                link.finish()
         self._view = view
         self._calls.note(view.status)
         self._note_change()

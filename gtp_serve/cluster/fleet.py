@@ -10,35 +10,25 @@ import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from gtp_serve.cluster.autoscale import Autoscaler
 from gtp_serve.cluster.awake import AwakeClock, within
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.control import carry_out
+from gtp_serve.cluster.fronts import Fronts
 from gtp_serve.cluster.journal import Journal
-from gtp_serve.cluster.member import Member, Nowhere, Port, ReplicaLost, ReplicaUnreachable
+from gtp_serve.cluster.member import Launcher, Member, Nowhere, ReplicaLost, ReplicaUnreachable
 from gtp_serve.cluster.settings import FleetConfig
 from gtp_serve.cluster.states import FleetStatus, FleetView, ReplicaStatus
+from gtp_serve.cluster.summary import fleet_status
 from gtp_serve.cluster.versions import Versions
 from gtp_serve.errors import GtpServeError
 from gtp_serve.refit.orders import Control, Pause, Resume
 
-FRONT_SECONDS = 20.0
-"""A front that has not asked for so long is gone."""
 _STALLED_AGAIN_SECONDS = 5.0
-
-
-class Launcher(Protocol):
-    """Makes replicas."""
-
-    async def launch(self, name: str) -> Port:
-        """A new one; it may wait for a place."""
-        ...
-
-    async def adopt(self, name: str) -> Port | None:
-        """One that an earlier life of the fleet has made; None when it is gone."""
-        ...
+_END_SECONDS = 12.0
+"""Beside the drain: the engine's end, and what the fronts still have to hear."""
 
 
 class Fleet:
@@ -60,14 +50,13 @@ class Fleet:
         self._clock = clock or AwakeClock()
         self._members: list[Member] = []
         self._scaler = Autoscaler(config.scale)
-        self._fronts: dict[str, tuple[float, int]] = {}
+        self._fronts = Fronts(self._clock())
         self._serial = 0
         self._life = uuid.uuid4().hex
         self._changed = asyncio.Event()
         self._failures = 0
         self._failed_at = 0.0
         self._fault = ""
-        self._last_front = self._clock()
         self._paused: Pause | None = None
         self._closing = False
         self._loop: asyncio.Task[None] | None = None
@@ -109,11 +98,10 @@ class Fleet:
         if run is not None and run.task is not None and not run.decided:
             run.task.cancel()
             await asyncio.wait([run.task], timeout=5)
-        members, self._members = list(self._members), []
-        for member in members:
-            if member.task is not None:
-                member.task.cancel()
-        await asyncio.gather(*(self._stop(member, drain_seconds) for member in members), return_exceptions=True)
+        for member in self._members:
+            self._drain(member, drain_seconds, "the fleet ends")
+        ends = [member.task for member in self._members if member.task is not None]
+        await asyncio.gather(*ends, return_exceptions=True)
         self._journal.forget()
         self.note_change()
 
@@ -149,28 +137,29 @@ class Fleet:
     def _look(self) -> None:
         now = self._clock()
         self._look_at_fronts(now)
-        requests = sum(held for _, held in self._fronts.values())
+        requests = self._fronts.held
         requests += sum(one.status.stats.running + one.status.stats.waiting for one in self._members if one.alive)
         wanted = self._scaler.look(now, requests)
-        staying = [member for member in self._members if member.state != "draining"]
-        if len(staying) < wanted and self._may_start(now):
+        here = [member for member in self._members if member.state != "draining" and not member.is_missing(now)]
+        if len(here) < wanted and self._may_start(now):
             self._start_one()
-        elif len(staying) > wanted:
+        elif len(here) > wanted:
             # The last to have come, and before it one that takes no requests yet.
-            leaving = max(staying, key=lambda member: (member.state != "ready", self._members.index(member)))
-            self._drain(leaving)
+            leaving = max(here, key=lambda member: (member.state != "ready", self._members.index(member)))
+            self._drain(leaving, self._config.drain_seconds, "there are more replicas than wanted")
 
     def _look_at_fronts(self, now: float) -> None:
-        gone = [front for front, (heard, _) in self._fronts.items() if now - heard > FRONT_SECONDS]
-        for front in gone:
-            del self._fronts[front]
-            for member in self._members:
-                if member.alive:
-                    self._aside(member.port.forget(front))
-        if not self._fronts and now - self._last_front > self._config.lease_seconds and not self._closing:
+        for front in self._fronts.drop_silent(now):
+            self._forget_front(front)
+        if self._fronts.alone_seconds(now) > self._config.lease_seconds and not self._closing:
             self._closing = True
             self._log("fleet", {"says": "nobody has asked for long enough: it ends"})
             self.over.set()
+
+    def _forget_front(self, front: str) -> None:
+        for member in self._members:
+            if member.alive or member.state == "draining":
+                self._aside(member.port.forget(front))
 
     def _aside(self, call: Coroutine[Any, Any, None]) -> None:
         """Do what nobody waits for, and what may fail."""
@@ -223,7 +212,9 @@ class Fleet:
     async def _bring_up(self, member: Member) -> None:
         async with asyncio.timeout(self._config.start_seconds):
             if isinstance(member.port, Nowhere):
-                member.port = await self._launcher.launch(member.name)
+                now = self._clock()
+                avoid = {one.status.node for one in self._members if one.is_missing(now)}
+                member.port = await self._launcher.launch(member.name, sorted(avoid))
             member.status = await member.port.start()
         self.versions.found_first(member.status.weights.version)
         member.state, member.heard = "behind", self._clock()
@@ -233,8 +224,13 @@ class Fleet:
         try:
             status = await within(self._config.silent_seconds, member.port.status())
         except ReplicaUnreachable:
-            if self._clock() - member.heard > self._config.silent_seconds:
+            now = self._clock()
+            if now - member.heard > self._config.silent_seconds:
                 raise
+            member.unreachable = now if member.unreachable is None else member.unreachable
+            if member.state == "ready" and member.is_missing(now):  # updates go on without it
+                member.state, member.reason = "behind", "it cannot be reached"
+                self.note_change()
             return  # a break in the network must not cost a replica that takes minutes to load
         changed = status != member.status
         member.status, member.heard = status, self._clock()
@@ -248,6 +244,7 @@ class Fleet:
             if member.version == self.versions.committed:
                 member.state, member.reason, changed = "ready", "", True
                 self._log("replica", {"replica": member.name, "state": "ready", "version": member.version})
+        member.unreachable = None  # only now: it is not one too many before it is known to be good
         if changed:
             self.note_change()
 
@@ -287,18 +284,24 @@ class Fleet:
         self._log("replica-lost", {"replica": member.name, "reason": reason})
         member.port.kill()
         self._forget(member.name)
+        for waiting in self._members:
+            # Its node, which a stand-in was to avoid, may be as good as any other now.
+            if waiting.state == "starting" and isinstance(waiting.port, Nowhere) and waiting.task is not None:
+                waiting.task.cancel()
+                self._mind(waiting)
         self.note_change()
 
-    def _drain(self, member: Member) -> None:
-        if member.task is not None:
+    def _drain(self, member: Member, seconds: float, reason: str) -> None:
+        """Also one that is being drained already, to give it less time than before."""
+        if member.task is not None and member.state != "draining":
             member.task.cancel()
-        member.state, member.reason = "draining", "there are more replicas than wanted"
-        self._log("replica", {"replica": member.name, "state": "draining"})
-        member.task = asyncio.create_task(self._drained(member))
+        member.state, member.reason = "draining", reason
+        self._log("replica", {"replica": member.name, "state": "draining", "reason": reason})
+        member.task = asyncio.create_task(self._drained(member, seconds))
         self.note_change()
 
-    async def _drained(self, member: Member) -> None:
-        await self._stop(member, self._config.drain_seconds)
+    async def _drained(self, member: Member, seconds: float) -> None:
+        await self._stop(member, seconds)
         if member in self._members:
             self._members.remove(member)
         self._forget(member.name)
@@ -306,8 +309,7 @@ class Fleet:
 
     async def _stop(self, member: Member, drain_seconds: float) -> None:
         try:
-            async with asyncio.timeout(drain_seconds + 10):
-                await member.port.stop(drain_seconds)
+            await within(drain_seconds + _END_SECONDS, member.port.stop(drain_seconds))
         except (GtpServeError, TimeoutError):
             pass
         finally:
@@ -331,8 +333,7 @@ class Fleet:
         :param front: who asks.
         :param held: its requests that wait for a replica.
         """
-        self._last_front = self._clock()
-        self._fronts[front] = (self._last_front, held)
+        self._fronts.note(front, held, self._clock())
         if since == self._serial:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -341,7 +342,8 @@ class Fleet:
 
     def leave(self, front: str) -> None:
         """A front ends in good order."""
-        self._fronts.pop(front, None)
+        self._fronts.leave(front)
+        self._forget_front(front)
 
     def now(self) -> FleetView:
         """How things are."""
@@ -359,33 +361,14 @@ class Fleet:
 
     def status(self) -> FleetStatus:
         """The weights of all replicas together."""
-        ready = [member for member in self._members if member.state == "ready"]
-        run = self.versions.current
-        each = [member.status.weights for member in ready]
-        befores = {weights.rollback_version for weights in each}
-        return FleetStatus(
-            version=self.versions.committed,
-            digest=next((weights.digest for weights in each if weights.digest), ""),
-            torn=self._torn(ready),
-            paused=self._paused is not None,
-            rollback_version=befores.pop() if len(befores) == 1 else None,
-            memory="inplace" if any(weights.memory == "inplace" for weights in each) else "staged",
-            update=None if run is None else run.record,
-            history=self._journal.memory.records,
-            sleeping=tuple(sorted({tag for weights in each for tag in weights.sleeping})),
-            replicas=tuple(member.view() for member in self._members),
+        return fleet_status(
+            self._members,
+            self.versions,
+            self._journal.memory,
             wanted=self._scaler.wanted,
+            paused=self._paused is not None,
             rolling=self._config.rolling,
-            caught_up_bytes=self.versions.late.bytes_taken,
         )
-
-    def _torn(self, ready: Sequence[Member]) -> str:
-        """Why nothing can serve until somebody pushes again; nothing when replicas are only on their way."""
-        memory = self._journal.memory
-        behind = [member for member in self._members if member.state == "behind"]
-        if ready or not behind or memory.initial or memory.disk is not None or not memory.committed:
-            return ""
-        return next((one.reason for one in behind if one.reason.startswith("no replica holds")), "")
 
     async def control(self, command: Control, bundles: Sequence[Bundle] | None) -> Any:
         """Carry a command out for all replicas; plain JSON values or structs.

@@ -22,6 +22,10 @@ from gtp_serve.engine.messages import ControlCall, ControlDone, decode_to_worker
 from gtp_serve.errors import EngineFault, EnvironmentFault, GtpServeError
 
 _LAST_SECONDS = 0.2
+_HEAD = {"node:__internal_head__": 0.001}
+"""A resource that every head node has.  There, no other node's death takes the fleet along, and without it there is no
+cluster.
+"""
 
 
 class FleetActor:
@@ -123,6 +127,7 @@ def find_or_make(config: FleetConfig) -> Any:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            resources=_HEAD,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=10_000,

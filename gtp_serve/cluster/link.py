@@ -40,6 +40,7 @@ class Link:
         self._lost_at = 0.0
         self._outgoing: list[Down] = []
         self._quiet = 0.0
+        self._finishing = False
         self._listener = asyncio.create_task(self._listen())
 
     @property
@@ -82,6 +83,8 @@ class Link:
             self._streams.pop(request.rid, None)
             if not ended:
                 self._send(Abort(rids=(request.rid,)))
+            if self._finishing:
+                self.finish()
 
     def abort(self, rid: str) -> None:
         """End a request, if it is here."""
@@ -104,10 +107,18 @@ class Link:
             queue.put_nowait(ReplicaLost(f"{self.name} was lost: {self.lost}"))
         self._on_lost(self, self.lost)
 
-    def close(self) -> None:
-        """The replica takes no more requests, and has none."""
-        self.lost = self.lost or "it was drained"
+    def finish(self) -> None:
+        """The replica takes no more requests: this ends with the last that is there, and says so.  May be called again.
+
+        Without that word the replica could end while what it has said is still on its way.
+        """
+        self._finishing = True
+        if self._streams or self.lost:
+            return
+        self._flush()
+        self.lost = "it was drained"
         self._listener.cancel()
+        self._actor.forget.remote(self._front)
 
     def _send(self, message: Down) -> None:
         if self.lost:

@@ -12,6 +12,9 @@ from gtp_serve.cluster.states import ReplicaStatus, ReplicaView, State
 from gtp_serve.errors import EngineFault
 from gtp_serve.refit.orders import Begin, Control, UpdateRecord
 
+MISSING_SECONDS = 2.0
+"""A replica that cannot be reached for so long gets a stand-in, long before it counts as lost."""
+
 
 class ReplicaLost(EngineFault):
     """A replica's process, or its node, is gone."""
@@ -74,6 +77,21 @@ class Port(Protocol):
         ...
 
 
+class Launcher(Protocol):
+    """Makes replicas."""
+
+    async def launch(self, name: str, avoid: Sequence[str] = ()) -> Port:
+        """A new one; it may wait for a place.
+
+        :param avoid: nodes that it must not go to.
+        """
+        ...
+
+    async def adopt(self, name: str) -> Port | None:
+        """One that an earlier life of the fleet has made; None when it is gone."""
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Member:
     """One replica and what the fleet has made of it."""
@@ -90,6 +108,8 @@ class Member:
     adopted: bool = False
     heard: float = 0.0
     """When it last said something, by the fleet's clock."""
+    unreachable: float | None = None
+    """Since when it cannot be reached, by the fleet's clock."""
     stalled: float | None = None
     """Since when it has work and makes no step, by the fleet's clock."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -99,6 +119,10 @@ class Member:
     def alive(self) -> bool:
         """It has an engine to speak to."""
         return self.state in ("behind", "ready")
+
+    def is_missing(self, now: float) -> bool:
+        """Whether another should be started in its place, by the fleet's clock."""
+        return self.alive and self.unreachable is not None and now - self.unreachable >= MISSING_SECONDS
 
     def view(self) -> ReplicaView:
         """For whoever asks."""

@@ -125,9 +125,10 @@ class RayLauncher:
     def __init__(self, config: FleetConfig, log: Callable[[str, dict[str, Any]], None]) -> None:
         self._config, self._log = config, log
 
-    async def launch(self, name: str) -> RayPort:
+    async def launch(self, name: str, avoid: Sequence[str] = ()) -> RayPort:
         """A new one, once the cluster has a place for it.
 
+        :param avoid: nodes that it must not go to: Ray may take a dead one for a living one for a while.
         :raises DoesNotFit: it never will.
         """
         config = self._config
@@ -135,7 +136,10 @@ class RayLauncher:
         needed = bundles(config.launch.engine.tp, config.cpus, config.gpus)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         strategy = choose_strategy(config.strategy, needed, nodes)
-        group = placement_group(needed, strategy=strategy, name=actor_name, lifetime="detached")
+        elsewhere = [{"ray.io/node-id": f"!in({','.join(avoid)})"} for _ in needed] if avoid else None
+        group = placement_group(
+            needed, strategy=strategy, name=actor_name, lifetime="detached", bundle_label_selector=elsewhere
+        )
         try:
             await group.ready()
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

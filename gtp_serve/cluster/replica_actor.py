@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import ray
 
+from gtp_serve.cluster.awake import within
 from gtp_serve.cluster.bundles import Bundle
 from gtp_serve.cluster.outbox import Outbox
 from gtp_serve.cluster.replica_ranks import ReplicaRanks
@@ -37,10 +38,8 @@ from gtp_serve.server.launch import launch_argv
 
 BEAT_SECONDS = 1.0
 _LEASE_LOOK_SECONDS = 1.0
-_TELL_SECONDS = 2.0
-"""Until a front that takes nothing counts as gone."""
-_ON_THE_WAY_SECONDS = 0.3
-"""For a frame that was handed to Ray to leave this process."""
+_TELL_SECONDS = 4.0
+"""Until a front that does not say that it has heard all counts as gone."""
 
 
 class Replica:
@@ -54,6 +53,9 @@ class Replica:
         self._client: EngineClient | None = None
         self._starting: asyncio.Task[EngineClient] | None = None
         self._boxes: dict[str, Outbox] = {}
+        self._alone = asyncio.Event()
+        """Set while no front listens."""
+        self._alone.set()
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._unasked = 0.0
         """Seconds that this process has run since the fleet last asked."""
@@ -106,12 +108,9 @@ class Replica:
         self._ranks.stop()
 
     async def _until_told(self) -> None:
-        """Fronts have the last tokens of what was drained: this process may be killed right after."""
+        """Fronts have the last tokens of what was drained, and have said so: this process may be killed right after."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_TELL_SECONDS):
-                while self._running or not all(box.empty for box in self._boxes.values()):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)  # there is no event for a front that is gone
-        await asyncio.sleep(_ON_THE_WAY_SECONDS)
+            await within(_TELL_SECONDS, self._alone.wait())
 
     def _watch_lease(self) -> None:
         pause = threading.Event()
@@ -135,6 +134,7 @@ class Replica:
         """All that comes of a front's requests, until the front or this actor is gone."""
         await self.forget(front)  # it has given this replica up before, and all that it had asked for with it
         box = self._boxes[front] = Outbox()
+        self._alone.clear()
         while self._boxes.get(front) is box:
             yield pack(await box.take(BEAT_SECONDS, Stats(stats=self._engine().stats())))
 
@@ -182,8 +182,10 @@ class Replica:
             print(json.dumps(line), file=sys.stderr, flush=True)
 
     async def forget(self, front: str) -> None:
-        """A front is gone: its requests end."""
+        """A front is gone, or has all that it waited for: its requests end."""
         self._boxes.pop(front, None)
+        if not self._boxes:
+            self._alone.set()
         for (owner, _), task in list(self._running.items()):
             if owner == front:
                 task.cancel()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from math import isfinite, prod
 from typing import Any
 
@@ -19,6 +21,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from gtp_serve.engine.control_tokens import named_by_id, unspelled
 from gtp_serve.engine.limits import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from gtp_serve.engine.tool_grammar import ToolCalls, calls_lark
 from gtp_serve.errors import RequestRejected
@@ -228,6 +231,8 @@ class GrammarCompiler:
         self.eos_token_ids = tuple(eos_token_ids)
         self._tokenizer_json = tokenizer_json
         self._tokenizer: LLTokenizer | None = None
+        self._control_ids: dict[str, int] = {}
+        self._warming: threading.Timer | None = None
         self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._compiled: dict[Grammar, LLMatcher] = {}
         self.executor = LLExecutor(num_threads=2)
@@ -236,19 +241,33 @@ class GrammarCompiler:
         """Read the tokenizer now, so that the first grammar need not wait for it."""
         return self._pool.submit(self._the_tokenizer)
 
+    def warm_after(self, seconds: float) -> None:
+        """The same later.
+
+        That holds the interpreter for half a second in all, which a start is better without.
+        """
+        self._warming = threading.Timer(seconds, self._warm)
+        self._warming.daemon = True
+        self._warming.start()
+
+    def _warm(self) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self.warm()
+
     def compile(self, grammar: Grammar) -> Future[GrammarParser]:
         """A parser at the grammar's start.  The future raises RequestRejected for a grammar that is not served."""
         return self._pool.submit(self._compile, grammar)
 
     def close(self) -> None:
         """Take nothing more; what is being compiled is not waited for."""
+        if self._warming is not None:
+            self._warming.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _the_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
-                self._tokenizer_json(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids) or None
-            )
+            text, self._control_ids = unspelled(self._tokenizer_json())
+            self._tokenizer = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids) or None)
         return self._tokenizer
 
     def _compile(self, grammar: Grammar) -> GrammarParser:
@@ -262,6 +281,8 @@ class GrammarCompiler:
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher:
         tokenizer = self._the_tokenizer()
+        if grammar.kind == "lark":
+            grammar = Grammar(kind="lark", text=named_by_id(grammar.text, self._control_ids))
         try:
             matcher = LLMatcher(tokenizer, grammar_source(grammar), log_level=0, limits=_LIMITS)
         except RequestRejected:

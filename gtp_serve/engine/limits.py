@@ -126,9 +126,9 @@ def check_options(request: Request, vocab_size: int) -> None:
 
 
 def _check_logprobs(options: LogprobOptions, prompt: int, vocab_size: int) -> None:
-    if not 0 <= options.top_n <= MAX_TOP_LOGPROBS:
+    if not (type(options.top_n) is int and 0 <= options.top_n <= MAX_TOP_LOGPROBS):
         raise RequestRejected(
-            f"top_logprobs_num is {options.top_n}",
+            f"top_logprobs_num is {options.top_n!r}",
             [("possible", f"0 to {MAX_TOP_LOGPROBS}")],
             param="top_logprobs_num",
         )
@@ -149,9 +149,9 @@ def _check_logprobs(options: LogprobOptions, prompt: int, vocab_size: int) -> No
     start = options.prompt_start
     if start is None:
         return
-    if not 0 <= start < prompt:
+    if not (type(start) is int and 0 <= start < prompt):
         raise RequestRejected(
-            f"logprob_start_len is {start} and the prompt has {prompt} tokens",
+            f"logprob_start_len is {start!r} and the prompt has {prompt} tokens",
             [("possible", f"0 to {prompt - 1}, or -1 for output tokens only")],
             param="logprob_start_len",
         )

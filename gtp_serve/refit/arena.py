@@ -8,31 +8,20 @@ refuses, bytes are exchanged through a small buffer.
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gtp_serve.errors import DoesNotFit, EngineFault
+from gtp_serve.errors import DoesNotFit
+from gtp_serve.refit.mapping import MappedRange, give_back, move_pages
 from gtp_serve.sizes import format_gib
 
-HUGE_PAGE = 2 << 20
-"""Ranges begin and end on these, so that whole tables of pages move and large pages stay whole."""
 CHUNK_BYTES = 8 << 20
 """What an exchange by copying takes at a time."""
-
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_FIXED_NOREPLACE = 0x100000
-_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
-_DONTNEED, _HUGEPAGE = 4, 14
-_MS_ASYNC = 1
 
 Move = Callable[[int, int, int], bool]
 """Moves the pages of a range (source, target, bytes) and leaves the source mapped and empty; False: refused."""
@@ -67,9 +56,14 @@ class Arena(Protocol):
         ...
 
 
-def open_arena(num_bytes: int, device: torch.device) -> Arena:
-    """The arena for a device."""
-    return MappedArena(num_bytes) if device.type == "cpu" else DeviceArena(num_bytes, device)
+def open_arena(num_bytes: int, device: torch.device, memory: MappedRange | None = None) -> Arena:
+    """The arena for a device.
+
+    :param memory: of the live set on a CPU, taken before; another range is mapped where it is too small.
+    """
+    if device.type != "cpu":
+        return DeviceArena(num_bytes, device)
+    return MappedArena(num_bytes, memory=memory)
 
 
 # -- host memory -----------------------------------------------------------------------------------
@@ -78,24 +72,29 @@ def open_arena(num_bytes: int, device: torch.device) -> Arena:
 class MappedArena:
     """Ranges of this process's address space; each is unmapped when the arena and its last tensor are gone.
 
+    :param memory: of the live set, where it is large enough.
     :param move: moves pages; by default the kernel does.
     :raises DoesNotFit: when the system gives no address space.
     """
 
-    def __init__(self, num_bytes: int, *, move: Move | None = None) -> None:
+    def __init__(self, num_bytes: int, *, memory: MappedRange | None = None, move: Move | None = None) -> None:
         self.num_bytes = num_bytes
         self._move = move or move_pages
-        self._live = _Range(_rounded(num_bytes))
-        self._staged: _Range | None = None
-        self._spare: _Range | None = None
+        if memory is not None and memory.size >= num_bytes:
+            memory.shorten(num_bytes)
+            self._live = memory
+        else:
+            self._live = MappedRange(num_bytes)
+        self._staged: MappedRange | None = None
+        self._spare: MappedRange | None = None
 
     def live(self, start: int, like: Tensor) -> Tensor:
         """A tensor of the shape and type of ``like`` at byte ``start`` of the live range."""
-        return self._live.tensor(start, like)
+        return _tensor(self._live, start, like)
 
     def staged(self, start: int, like: Tensor) -> Tensor:
         """The same in the staged range."""
-        return self._second().tensor(start, like)
+        return _tensor(self._second(), start, like)
 
     def swap(self) -> None:
         """Exchange what the ranges hold."""
@@ -109,7 +108,7 @@ class MappedArena:
                 spare.forget()
                 self._spare = None
                 self._move = _refuse
-            swap_by_copying(live.bytes(), staged.bytes())
+            swap_by_copying(_bytes(live), _bytes(staged))
             return
         for source, target in ((staged, live), (spare, staged)):
             if not self._move(source.address, target.address, live.size):
@@ -124,80 +123,27 @@ class MappedArena:
         """Give the staged range's memory back."""
         return 0 if self._staged is None else self._staged.release()
 
-    def _second(self) -> _Range:
+    def _second(self) -> MappedRange:
         if self._staged is None:
-            self._staged = _Range(self._live.size)
+            self._staged = MappedRange(self._live.size)
         return self._staged
 
 
-class _Range:
-    """A mapped, private, huge-page-aligned range of addresses."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.address = _reserve(size)
-        _call("madvise", self.address, size, _HUGEPAGE)  # refused without transparent huge pages: small ones then
-        self._memory: Any = (ctypes.c_ubyte * size).from_address(self.address)
-        # Tensors hold the memory object, not this one.
-        self._unmap = weakref.finalize(self._memory, _unmap, self.address, size)
-        self._unmap.atexit = False  # threads may still be reading then, and the process's memory goes anyway
-
-    def tensor(self, start: int, like: Tensor) -> Tensor:
-        if like.numel() == 0:
-            return torch.empty_like(like)
-        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start)
-        return flat.view(like.shape)
-
-    def bytes(self) -> Tensor:
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def release(self) -> int:
-        """Forget the pages; bytes that were held."""
-        held = resident_bytes(self.address, self.size)
-        give_back(self.address, self.size)
-        return held
-
-    def forget(self) -> None:
-        """Leave the addresses alone from now on: they may no longer be this range's."""
-        self._unmap.detach()
-
-    def map_again(self) -> None:
-        """After a refused move into this range: make sure that it is mapped.
-
-        :raises EngineFault: when something else lies there now.
-        """
-        if _call("msync", self.address, self.size, _MS_ASYNC) == 0:
-            return
-        flags = _ANONYMOUS | _FIXED_NOREPLACE
-        found = _LIBC.mmap(self.address, self.size, _READ_WRITE, flags, -1, 0)
-        if found != self.address:
-            raise EngineFault("the address range of the weights was lost while they were exchanged")
+def _tensor(memory: MappedRange, start: int, like: Tensor) -> Tensor:
+    if like.numel() == 0:
+        return torch.empty_like(like)
+    flat = torch.frombuffer(memory.memory, dtype=like.dtype, count=like.numel(), offset=start)
+    return flat.view(like.shape)
 
 
-def move_pages(source: int, target: int, size: int) -> bool:
-    """Let the pages of a range appear at another one, whose own go; the source stays mapped, and empty.
-
-    :return: False when the kernel refuses (before Linux 5.7 it always does).
-    """
-    moved: int | None = _LIBC.mremap(source, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, target)
-    return moved == target
+def _bytes(memory: MappedRange) -> Tensor:
+    return torch.frombuffer(memory.memory, dtype=torch.uint8)
 
 
-def give_back(address: int, size: int) -> None:
-    """Give the memory of whole pages inside a private range back to the system; they read as zeros then."""
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first:
-        _call("madvise", first, last - first, _DONTNEED)
-
-
-def resident_bytes(address: int, size: int) -> int:
-    """Bytes of a page-aligned range that are in memory."""
-    pages = -(-size // mmap.PAGESIZE)
-    seen = (ctypes.c_ubyte * pages)()
-    if _call("mincore", address, size, ctypes.addressof(seen)):
-        return 0
-    return sum(byte & 1 for byte in bytes(seen)) * mmap.PAGESIZE
+def _reserve_quietly(size: int) -> MappedRange | None:
+    with suppress(DoesNotFit):
+        return MappedRange(size)
+    return None
 
 
 def swap_by_copying(a: Tensor, b: Tensor, chunk: int = CHUNK_BYTES) -> None:
@@ -211,7 +157,7 @@ def swap_by_copying(a: Tensor, b: Tensor, chunk: int = CHUNK_BYTES) -> None:
         other.copy_(held)
 
 
-def _copy_pages(source: _Range, target: _Range) -> None:
+def _copy_pages(source: MappedRange, target: MappedRange) -> None:
     """What ``move_pages`` does, byte by byte; at no time is more than one chunk in memory twice."""
     for first in range(0, source.size, CHUNK_BYTES):
         count = min(CHUNK_BYTES, source.size - first)
@@ -221,57 +167,6 @@ def _copy_pages(source: _Range, target: _Range) -> None:
 
 def _refuse(source: int, target: int, size: int) -> bool:
     return False
-
-
-def _rounded(size: int) -> int:
-    return max(1, -(-size // HUGE_PAGE)) * HUGE_PAGE
-
-
-def _reserve(size: int) -> int:
-    """A new private range on a huge page's border; its address."""
-    wide = size + HUGE_PAGE
-    found: int | None = _LIBC.mmap(None, wide, _READ_WRITE, _ANONYMOUS, -1, 0)
-    if found is None or found == _FAILED:
-        raise DoesNotFit(
-            f"the system gives no address range of {format_gib(size)} for weights",
-            [("system", os.strerror(ctypes.get_errno()))],
-        )
-    start = -(-found // HUGE_PAGE) * HUGE_PAGE
-    for first, last in ((found, start), (start + size, found + wide)):
-        if last > first:
-            _unmap(first, last - first)
-    return start
-
-
-def _reserve_quietly(size: int) -> _Range | None:
-    with suppress(DoesNotFit):
-        return _Range(size)
-    return None
-
-
-def _unmap(address: int, size: int) -> None:
-    _call("munmap", address, size)
-
-
-def _call(name: str, *arguments: int) -> int:
-    """A system call of the C library by name: 0, or the error's number."""
-    result: int = getattr(_LIBC, name)(*arguments)
-    return ctypes.get_errno() if result else 0
-
-
-def _open_libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer
-    libc.mremap.argtypes, libc.mremap.restype = (pointer, size, size, number, pointer), pointer
-    libc.munmap.argtypes = (pointer, size)
-    libc.madvise.argtypes = libc.msync.argtypes = (pointer, size, number)
-    libc.mincore.argtypes = (pointer, size, pointer)
-    return libc
-
-
-_LIBC = _open_libc()
-_FAILED = ctypes.c_void_p(-1).value
 
 
 # -- device memory ---------------------------------------------------------------------------------

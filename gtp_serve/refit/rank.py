@@ -19,7 +19,7 @@ from torch import Tensor
 from gtp_serve.errors import UpdateRefused
 from gtp_serve.layout.spans import Box, Shape, Shard, intersect
 from gtp_serve.refit.apply import Target
-from gtp_serve.refit.arena import give_back
+from gtp_serve.refit.mapping import give_back
 from gtp_serve.refit.offer import Offer, TensorOffer
 from gtp_serve.refit.orders import GroupOrder, JoinGroup, Order, Piece, RankExport, Report, StageOrder, TensorPart, Vote
 from gtp_serve.refit.outgoing import fill_segment

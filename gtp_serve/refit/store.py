@@ -15,9 +15,7 @@ from torch import Tensor
 from gtp_serve.layout.spans import Shard
 from gtp_serve.refit.apply import Target
 from gtp_serve.refit.arena import Arena, open_arena
-
-_ALIGNMENT = 256
-"""Bytes: whole cache lines on a CPU, whole memory transactions on a GPU."""
+from gtp_serve.refit.mapping import ALIGNMENT, MappedRange
 
 
 class Derived(Protocol):
@@ -62,16 +60,19 @@ class WeightStore:
 
     :param targets: as the decoder states them, before they are filled; their contents are not kept.
     :param arena: by default one for the parameters' device.
+    :param memory: for that one, as ``open_arena`` takes it.
     :raises DoesNotFit: when there is no memory.
     """
 
-    def __init__(self, targets: Sequence[Target], *, arena: Arena | None = None) -> None:
+    def __init__(
+        self, targets: Sequence[Target], *, arena: Arena | None = None, memory: MappedRange | None = None
+    ) -> None:
         owners = _owners(targets)
         starts, self.num_bytes = _lay_out(owners)
         devices = {owner.device for owner in owners}
         if len(devices) > 1:
             raise ValueError(f"parameters lie on several devices: {sorted(map(str, devices))}")
-        self._arena = open_arena(self.num_bytes, devices.pop()) if arena is None else arena
+        self._arena = open_arena(self.num_bytes, devices.pop(), memory) if arena is None else arena
         self._places = tuple(_Place(owner, start) for owner, start in zip(owners, starts, strict=True))
         index = {id(owner): n for n, owner in enumerate(owners)}
         self._cuts = tuple(_Cut.of(target, index) for target in targets)
@@ -178,5 +179,5 @@ def _lay_out(owners: Sequence[Tensor]) -> tuple[list[int], int]:
     end = 0
     for owner in owners:
         starts.append(end)
-        end += -(-owner.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-owner.nbytes // ALIGNMENT) * ALIGNMENT
     return starts, end

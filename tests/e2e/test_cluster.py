@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import SMALL, random_tensors, write_hf
-from cluster_kills import Kills
+from cluster_example import example, serves
+from cluster_kills import Kills, fleet_pid
+from cluster_streams import Streams
 from cluster_world import PATIENCE, Front, World
 from safetensors.torch import save_file
 from serve_command import Command
@@ -123,6 +125,12 @@ def test_weights_shows_the_fleet_and_metrics_have_replica_labels(fleet: Front) -
     lines = fleet.call("GET", "/metrics")[1].splitlines()
     counted = [line for line in lines if line.startswith("gtp_serve_replica_generation_tokens_total{")]
     assert {name for name in names for line in counted if f'replica="{name}"' in line} == names
+
+
+def test_no_death_of_a_replicas_node_takes_the_fleets_actor_along(world: World, fleet: Front) -> None:
+    variables = Path(f"/proc/{fleet_pid(world.address)}/environ").read_text().split("\0")
+    head = world.cluster.head_node.all_processes["raylet"][0].process.pid
+    assert f"RAY_RAYLET_PID={head}" in variables
 
 
 @long
@@ -290,43 +298,65 @@ def test_smollm2_on_two_replicas_answers_as_on_one_and_takes_one_copy(world: Wor
         assert front.command.end()[0] == 0
 
 
+def test_a_replica_too_many_goes_without_a_lost_token_and_so_does_the_fleet(
+    world: World, folders: tuple[Path, Path]
+) -> None:
+    words = ["--min-replicas", "1", "--max-replicas", "2", "--target-requests", "4", "--drain-timeout", "120"]
+    front = world.front(folders[0], *words, "--up-after", "0.5", "--down-after", "1", "--fleet", "scaled")
+    first = front.weights()["replicas"][0]["name"]
+    with Streams(front) as streams:
+        streams.want(8)
+        grown = front.until(lambda body: [one["state"] for one in body["replicas"]] == ["ready", "ready"])
+        assert grown["replicas"][0]["name"] == first
+        time.sleep(2)  # both have streams
+        streams.want(3)
+        going = front.until(lambda body: [one["state"] for one in body["replicas"]] == ["ready", "draining"])
+        second = going["replicas"][1]
+        assert second["running"] > 0  # or nothing would have been seen here
+        front.until(lambda body: [one["name"] for one in body["replicas"]] == [first])
+        assert not Path(f"/proc/{second['pid']}").exists()
+        streams.join()
+        streams.want(16)
+        time.sleep(1)
+        streams.want(0)
+        front.command.process.send_signal(signal.SIGTERM)
+    assert front.command.end()[0] == 0
+    assert streams.wrong == []
+    assert streams.whole >= 8 + 16
+
+
 @long
 def test_ray_serve_runs_the_example_as_an_application(world: World, folders: tuple[Path, Path], tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("key-of-this-test\n")
-    key.chmod(0o600)
     port = free_port()
-    file = tmp_path / "serve.yaml"
-    text = (TESTS.parent / "deploy" / "ray-serve.yaml").read_text()
-    for old, new in {
-        "/etc/gtp-serve/admin-key": str(key),
-        "/shared/ckpts/my-run": str(folders[0]),
-        "port: 8000": f"port: {port}",
-        "tp: 2": "fleet: served\n      tp: 1\n      no_tokenizer: true\n      device: cpu\n      kv_memory: 8MiB",
-        "max_replicas: 8": "max_replicas: 2",
-    }.items():
-        assert old in text
-        text = text.replace(old, new)
-    file.write_text(text)
+    file, key = example(tmp_path, folders[0], port)
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     command = [str(Path(sys.executable).with_name("serve")), "run", "--address", world.address, str(file)]
     with (tmp_path / "log").open("w") as log:
         running = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
-        front = Front.at(f"http://127.0.0.1:{port}")
-        front.key = key.read_text().strip()
-        front.until(lambda body: [one["state"] for one in body["replicas"]] == ["ready", "ready"], 3 * PATIENCE)
-        before = front.generate([3, 7, 11])
-        assert before["meta_info"]["weight_version"] == "0"
-        stranger = Front.at(front.url)
-        assert stranger.call("POST", "/weights/updates", {"version": "1"})[0] == 401  # the file names a key
-        Publisher(front.url, key=front.key, transport="http").push(weights(7), "1")
-        after = front.generate([3, 7, 11])
-        assert after["meta_info"]["weight_version"] == "1"
-        assert after["output_ids"] != before["output_ids"]
+        serves(port, key, weights(7))
     finally:
         running.send_signal(signal.SIGINT)
         running.wait(PATIENCE)
+
+
+@long
+def test_serve_deploy_hands_the_example_to_a_cluster(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    port, board = free_port(), free_port()
+    file, key = example(tmp_path, folders[0], port)
+    command, where = str(Path(sys.executable).with_name("serve")), ["--address", f"http://127.0.0.1:{board}"]
+    made = World(2, dashboard=board)
+    try:
+        subprocess.run([command, "deploy", *where, str(file)], check=True, timeout=2 * PATIENCE)
+        front = serves(port, key, weights(7))
+        assert front.get("/model_info")["ray_dashboard"].endswith(f":{board}")
+        subprocess.run([command, "shutdown", "--yes", *where], check=True, timeout=2 * PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while front.call("GET", "/ready")[0] == 200 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert front.call("GET", "/ready")[0] != 200
+    finally:
+        made.close()
 
 
 @long

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_files import append_item, write_hf, write_megatron
+from markov_model import MarkovModel
 from safetensors.torch import save_file
 
+from gtp_serve import LLM
 from gtp_serve.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, RequestRejected
 from gtp_serve.loaders import Checkpoint, open_checkpoint
 from gtp_serve.loaders.tokenizer import Tokenizer, load_tokenizer
@@ -218,3 +220,25 @@ def test_f1_files_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: py
             with pytest.raises(CheckpointError, match="Permission denied") as caught:
                 open_checkpoint(path.parent)
         assert str(path) in str(caught.value)
+
+
+def test_f7_a_model_that_serves_never_looks_at_its_files_again(tmp_path: Path) -> None:
+    """Changed where they lie, then cut, then gone: as a trainer's next save and a cleaner leave them."""
+    model = MarkovModel()
+    model.follow(*"abcdef")
+    with LLM(model.write(tmp_path), kv_memory="1MiB", dtype="float32", progress=False) as llm:
+
+        def text() -> str:
+            return llm.generate("a", max_new_tokens=9, temperature=0, progress=False)[0].text
+
+        assert text() == "bcdef"
+        for path in tmp_path.iterdir():
+            size = path.stat().st_size
+            with path.open("r+b") as file:
+                file.write(b"\xff" * size)
+        assert text() == "bcdef"
+        for path in tmp_path.iterdir():
+            path.write_bytes(b"")
+        assert text() == "bcdef"
+        shutil.rmtree(tmp_path)
+        assert text() == "bcdef"

@@ -16,6 +16,9 @@ import pytest
 from fakes_server import FakeClient, FakeServer, serving
 
 from gtp_serve.server import http_server
+from gtp_serve.server.body import MAX_BODY_STRINGS
+from gtp_serve.server.openai.fields import MAX_MESSAGES, MAX_TOOLS
+from gtp_serve.server.schemas import MAX_N, MAX_SEQUENCES, MAX_STOPS
 from gtp_serve.server.version_counts import VersionCounts
 
 #: Of each kind; the whole number of the requirement takes minutes.
@@ -289,3 +292,39 @@ def test_a3_no_error_tells_of_the_servers_insides() -> None:
             assert INNARDS.search(reply.text) is None
 
     run(bug, Breaks())
+
+
+MESSAGE = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+TOO_MANY = {
+    "strings": ("/generate", {"text": ["a"] * (MAX_BODY_STRINGS - 1)}, "invalid-value", "prompts in one call"),
+    "strings and one": ("/generate", {"text": ["a"] * MAX_BODY_STRINGS}, "body-too-large", "strings"),
+    "messages": ("/v1/chat/completions", {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "invalid-value", "4097 of them"),
+    "tools": (
+        "/v1/chat/completions",
+        {"messages": [MESSAGE], "tools": [TOOL] * (MAX_TOOLS + 1)},
+        "invalid-value",
+        f"at most {MAX_TOOLS} tools",
+    ),
+    "prompts": ("/v1/completions", {"prompt": ["a"] * (MAX_SEQUENCES + 1)}, "invalid-value", "prompts in one call"),
+    "prompts times n": ("/v1/completions", {"prompt": ["a"] * 9, "n": MAX_N}, "invalid-value", "1152 replies"),
+    "n": ("/v1/chat/completions", {"messages": [MESSAGE], "n": MAX_N + 1}, "invalid-value", f"1 to {MAX_N}"),
+    "stops": ("/v1/completions", {"prompt": "a", "stop": ["x"] * (MAX_STOPS + 1)}, "invalid-value", "stop"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_h2_what_a_body_may_hold_is_counted_before_any_of_it_is_worked_on(name: str) -> None:
+    path, body, code, words = TOO_MANY[name]
+
+    async def check(server: FakeServer) -> None:
+        started = time.process_time()
+        reply = await server.http.post(path, json=body)
+        assert time.process_time() - started < 3
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (413 if code == "body-too-large" else 400, code), error
+        assert words in error["message"]
+        assert server.client.requests == []
+        assert (await server.generate(text="ok")).json()["text"] == "ok"
+
+    run(check)

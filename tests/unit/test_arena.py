@@ -14,7 +14,9 @@ from torch import Tensor
 
 from gtp_serve.errors import EngineFault
 from gtp_serve.refit import arena as arena_module
-from gtp_serve.refit.arena import HUGE_PAGE, DeviceArena, MappedArena, move_pages, open_arena, swap_by_copying
+from gtp_serve.refit import mapping
+from gtp_serve.refit.arena import DeviceArena, MappedArena, open_arena, swap_by_copying
+from gtp_serve.refit.mapping import HUGE_PAGE, move_pages
 
 SIZE = 3 * HUGE_PAGE + 4096
 COUNT = SIZE // 4
@@ -42,7 +44,7 @@ def refuse_from(call: int, *, unmap: bool = False) -> Callable[[int, int, int], 
         if calls < call:
             return move_pages(source, target, size)
         if unmap:
-            arena_module._unmap(target, size)
+            mapping.unmap(target, size)
         return False
 
     return move
@@ -116,9 +118,9 @@ def test_address_range_that_somebody_else_took_is_a_fault_and_not_overwritten() 
         if foreign:
             return False
         if target == live.data_ptr():
-            arena_module._unmap(target, size)
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | arena_module._FIXED_NOREPLACE
-            foreign.append(arena_module._LIBC.mmap(target, 4096, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
+            mapping.unmap(target, size)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mapping._FIXED_NOREPLACE
+            foreign.append(mapping._LIBC.mmap(target, 4096, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
             ctypes.memset(target, 7, 4096)
             return False
         return move_pages(source, target, size)

@@ -383,12 +383,36 @@ def test_the_examples_trainer_can_be_sent_to_an_actor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("said", "url"),
+    [(b"10.0.0.7:8299", "http://10.0.0.7:8299"), (b"https://ray.example", "https://ray.example"), (None, "")],
+)
+def test_a_front_that_ray_serve_runs_tells_the_clusters_own_dashboard(
+    said: bytes | None, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gtp_serve.cluster import bringup
+
+    asked: list[tuple[bytes, bytes]] = []
+
+    def get(key: bytes, namespace: bytes) -> bytes | None:
+        asked.append((key, namespace))
+        return said
+
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.experimental.internal_kv._internal_kv_get", get)
+    assert bringup.join("auto") == url
+    assert asked == [(b"webui:url", b"dashboard")]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_serves_arguments_are_the_commands() -> None:
     from gtp_serve.cluster.app import read_args
 
-    options, cluster = read_args({"ckpt": "x", "tp": "2", "no_tokenizer": "true", "replicas": 3, "placement": "spread"})
+    words = {"ckpt": "x", "tp": "2", "no_tokenizer": "true", "replicas": 3, "placement": "spread", "down_after": "60"}
+    options, cluster = read_args(words)
     assert (options.tp, options.no_tokenizer) == (2, True)
     assert (cluster.scale.low, cluster.scale.high, cluster.strategy, cluster.keep) == (3, 3, "spread", True)
+    assert (cluster.scale.up_seconds, cluster.scale.down_seconds) == (10, 60)
     for wrong in ({"ckpt": "x", "tq": "2"}, {"ckpt": "x", "placement": "x"}, {"ckpt": "x", "max_replicas": 0}):
         with pytest.raises(UsageError):
             read_args(wrong)

@@ -316,6 +316,89 @@ async def stop_tasks(fleet: Fleet) -> None:
     await asyncio.wait(tasks)
 
 
+def test_a_replica_that_cannot_be_reached_has_a_stand_in_long_before_it_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gtp_serve.cluster.member.MISSING_SECONDS", 0.01)
+
+    @story(2)
+    async def _(world: FakeWorld, fleet: Fleet) -> None:
+        await push(world, fleet, "1")
+        away = world.replicas["replica-1"]
+        away.unreachable = True
+        await until(lambda: "replica-3" in world.replicas)
+        assert world.avoided["replica-3"] == [(away.node,)]  # Ray may take that node for a living one
+        await until(lambda: [one.state for one in fleet.members] == ["behind", "ready", "ready"])
+        assert not away.dead
+        assert fleet.members[0].reason == "it cannot be reached"
+        assert (await push(world, fleet, "2")).state == "committed"  # who cannot be reached catches up
+        await asyncio.sleep(0.05)
+        assert "replica-4" not in world.replicas  # one is enough
+        away.unreachable = False
+        await until(lambda: len(fleet.members) == 2)
+        assert [(one.name, one.state) for one in fleet.members] == [("replica-1", "ready"), ("replica-2", "ready")]
+        assert (away.version, away.holds) == ("2", "weights 2")
+        assert world.replicas["replica-3"].drains == [30]  # and not cut off
+
+
+def test_a_stand_in_that_waits_for_a_place_may_have_that_of_the_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtp_serve.cluster.member.MISSING_SECONDS", 0.01)
+
+    @story(1)
+    async def _(world: FakeWorld, fleet: Fleet) -> None:
+        world.full = True
+        away = world.replicas["replica-1"]
+        away.unreachable = True
+        await until(lambda: "replica-2" in world.avoided)
+        away.kill()
+        await until(lambda: len(world.avoided["replica-2"]) == 2)
+        assert world.avoided["replica-2"] == [(away.node,), ()]
+        world.full = False
+        await until(lambda: [one.name for one in fleet.members if one.state == "ready"] == ["replica-2"])
+        assert set(world.replicas) == {"replica-1", "replica-2"}
+
+
+def test_a_fleet_that_ends_keeps_its_replicas_until_their_streams_have_ended() -> None:
+    async def play() -> None:
+        world = FakeWorld(replicas=2)
+        fleet = world.fleet()
+        await fleet.open()
+        await ready(fleet, 2)
+        first, second = world.replicas.values()
+        second.streams.clear()
+        closing = asyncio.create_task(fleet.close(20))
+        await until(lambda: first.dead)
+        # A front that asks meanwhile must not be told that the replica is gone: it would give up its streams.
+        assert [(one.name, one.state) for one in fleet.now().status.replicas] == [("replica-2", "draining")]
+        assert not second.dead
+        second.streams.set()
+        await closing
+        assert (second.dead, second.drains, fleet.members) == (True, [20], ())
+        assert world.store.get() is None
+
+    asyncio.run(play())
+
+
+def test_the_end_of_a_fleet_does_not_cut_a_replica_short_that_is_being_drained() -> None:
+    async def play() -> None:
+        world = FakeWorld(replicas=2)
+        fleet = world.fleet()
+        await fleet.open()
+        await ready(fleet, 2)
+        going = world.replicas["replica-2"]
+        going.streams.clear()
+        fleet._drain(fleet.members[1], 20, "there are more replicas than wanted")
+        await until(lambda: bool(going.drains))
+        closing = asyncio.create_task(fleet.close(20))
+        await until(lambda: world.replicas["replica-1"].dead)
+        assert not going.dead
+        await fleet.close(0)  # whoever cannot wait says so
+        assert going.dead
+        await closing
+
+    asyncio.run(play())
+
+
 def test_a_long_poll_answers_when_something_changes() -> None:
     @story(1)
     async def _(world: FakeWorld, fleet: Fleet) -> None:

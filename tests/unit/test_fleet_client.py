@@ -12,11 +12,12 @@ import pytest
 from cluster_fakes import fake_config
 
 from gtp_serve.cluster.client import FleetClient
+from gtp_serve.cluster.link import Link
 from gtp_serve.cluster.member import ReplicaLost
 from gtp_serve.cluster.replica_actor import Replica
 from gtp_serve.cluster.states import FleetStatus, FleetView, ReplicaView
 from gtp_serve.cluster.wire import pack
-from gtp_serve.engine.messages import EngineStats, Submit
+from gtp_serve.engine.messages import EngineStats, Events, Submit
 from gtp_serve.errors import EngineFault, GtpServeError, NotReady, QueueFull, RequestRejected, ShuttingDown
 from gtp_serve.refit.orders import UpdateRecord
 from gtp_serve.request import FinishReason, Request, SamplingParams, TokenEvent
@@ -56,7 +57,7 @@ class FakeLink:
     def give_up(self, reason: str) -> None:
         self.lost = reason
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.lost = "closed"
 
 
@@ -240,7 +241,7 @@ def test_a_front_that_listens_again_leaves_none_of_its_old_requests_running() ->
     async def story() -> None:
         replica = Replica.__new__(Replica)  # without Ray
         engine = FakeEngine()
-        replica._name, replica._boxes, replica._running = "a", {}, {}
+        replica._name, replica._boxes, replica._running, replica._alone = "a", {}, {}, asyncio.Event()
         replica._client = engine  # type: ignore[assignment]
         for rid in ("first", "second"):
             frames = replica.listen("front")
@@ -251,6 +252,69 @@ def test_a_front_that_listens_again_leaves_none_of_its_old_requests_running() ->
             assert engine.running == {f"front/{rid}", "other/others"}
         await replica.forget("front")
         await replica.forget("other")
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_was_drained_waits_for_each_fronts_word_that_it_has_all() -> None:
+    async def story() -> None:
+        replica = Replica.__new__(Replica)
+        replica._name, replica._boxes, replica._running, replica._alone = "a", {}, {}, asyncio.Event()
+        replica._client = FakeEngine()  # type: ignore[assignment]
+        for front in ("one", "two"):
+            await anext(replica.listen(front))
+        waiting = asyncio.create_task(replica._until_told())
+        await replica.forget("one")
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await replica.forget("two")
+        async with asyncio.timeout(1):  # far less than a front has that says nothing
+            await waiting
+
+    asyncio.run(story())
+
+
+class FakeActor:
+    """A replica's actor that notes what it is told, and says what the test puts in."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def __getattr__(self, name: str) -> Any:
+        return type("Method", (), {"remote": lambda _, *__: self.said.append(name), "options": self._options})()
+
+    def _options(self, **_: Any) -> Any:
+        async def listen(_: str) -> AsyncGenerator[Any, None]:
+            while True:
+                frame = asyncio.get_running_loop().create_future()
+                frame.set_result(await self.frames.get())
+                yield frame
+
+        return type("Call", (), {"remote": staticmethod(listen)})
+
+
+def test_a_drained_replica_is_let_go_after_its_last_stream_and_told_so() -> None:
+    async def story() -> None:
+        actor = FakeActor()
+        link = Link("a", actor, "front", silent_seconds=9, on_lost=lambda *_: None)
+        events = link.submit(request())
+        first = asyncio.create_task(anext(events))
+        await asyncio.sleep(0.01)
+        link.finish()
+        assert (link.lost, actor.said) == ("", ["send"])
+        for token, finish in ((5, None), (6, FinishReason(type="length"))):
+            one = TokenEvent(rid="r", token_ids=(token,), finish=finish)
+            actor.frames.put_nowait(pack([Events(events=(one,))]))
+        tokens = [*(await first).token_ids]
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == [5, 6]
+        assert (link.lost, actor.said) == ("it was drained", ["send", "forget"])
+        link.finish()  # each view says that it is being drained
+        assert actor.said == ["send", "forget"]
+        with pytest.raises(ReplicaLost):  # so that it goes to another
+            await anext(link.submit(request("late")))
 
     asyncio.run(story())
 

@@ -202,6 +202,11 @@ def test_output_follows_a_regex(llm: LLM) -> None:
         ("a", {"temperature": "hot"}, UsageError, "temperature"),
         ("a", {"top_p": 3.0}, RequestRejected, "top_p is 3.0"),
         ("a", {"n": 0}, UsageError, "n is 0"),
+        ("a", {"n": 1.5}, UsageError, "n is 1.5"),
+        ("a", {"n": "2"}, UsageError, "n is '2'"),
+        ("a", {"top_logprobs": True}, RequestRejected, "top_logprobs_num is True"),
+        ("a", {"top_logprobs": 1.5}, RequestRejected, "top_logprobs_num is 1.5"),
+        ("a", {"top_logprobs": 129}, RequestRejected, "top_logprobs_num is 129"),
         ("a", {"seed": -1}, RequestRejected, "seed is -1"),
         ("a", {"seed": 1 << 63, "n": 2}, RequestRejected, "seed is 9223372036854775808"),
         ("a", {"stop": ["x", ""]}, UsageError, "a stop string is empty"),
@@ -286,9 +291,9 @@ def test_an_option_that_cannot_be_is_refused_by_its_name(option: dict[str, objec
 
 
 def test_a_start_outside_what_is_scored_is_refused(llm: LLM) -> None:
-    for start in (-1, 3):
+    for start in (-1, 3, 1.5, True):
         with pytest.raises(UsageError, match=f"start is {start} and there are 3 tokens"):
-            llm.score([[1, 2, 3]], start=start)
+            llm.score([[1, 2, 3]], start=start)  # type: ignore[arg-type]
 
     assert llm.score([[1, 2, 3]], start=2)[0].logprobs == ()
 

@@ -142,3 +142,21 @@ def test_a_closed_llm_updates_nothing(folders: dict[str, Path]) -> None:
         llm.update_weights(folders["b"])
     with pytest.raises(UsageError, match="closed"):
         llm.roll_back()
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"in_flight": "nonsense"}, "Invalid enum value 'nonsense'"),
+        ({"version": 5}, "Expected `str"),
+        ({"iteration": "1"}, "int"),
+    ],
+)
+def test_an_argument_that_cannot_be_changes_nothing(
+    llm: LLM, folders: dict[str, Path], argument: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        llm.update_weights(folders["b"], **argument)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Invalid enum value"):
+        llm.roll_back(in_flight="nonsense")  # type: ignore[arg-type]
+    assert (llm.weights.version, llm.weights.history) == ("0", ())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gtp_serve.loaders.tokenizer import Tokenizer
 from gtp_serve.loaders.tokenizer_files import TokenizerFiles
-from gtp_serve.text import ByteRuns, IncrementalDecoder, StopMatcher
+from gtp_serve.text import ByteRuns, IncrementalDecoder, StopMatcher, StoppingText
 
 
 def spelled_tokenizer(**files: Any) -> Tokenizer:
@@ -178,6 +178,52 @@ def test_the_first_stop_to_be_completed_wins_wherever_the_pieces_are_cut(stops: 
         assert (("".join(shown)), matched) == (text[: end - len(stop)], stop)
     else:
         assert ("".join(shown), matched) == (text, None)
+
+
+def until_stopped(stops: list[str], text: str, least: int) -> tuple[str, str | None, int]:
+    """(what is shown, the stop, tokens taken), a byte a token."""
+    shown = StoppingText(BYTES, context=(), stops=stops, min_tokens=least)
+    for count, token in enumerate(byte_ids(text.encode()), 1):
+        matched = shown.push(token)
+        if matched is not None:
+            return "".join(shown.pieces), matched, count
+    shown.finish()
+    return "".join(shown.pieces), None, len(text)
+
+
+@pytest.mark.parametrize(
+    ("stops", "least", "expected"),
+    [
+        (["ef"], 0, ("abcd", "ef", 6)),
+        (["ef"], 6, ("abcd", "ef", 6)),  # begins before the sixth token, and is completed by it
+        (["ef"], 7, ("abcdefgh", None, 8)),
+        (["b", "gh"], 3, ("abcdef", "gh", 8)),
+        (["abcdefgh"], 8, ("", "abcdefgh", 8)),
+        (["h"], 9, ("abcdefgh", None, 8)),
+        ([], 3, ("abcdefgh", None, 8)),
+    ],
+)
+def test_a_stop_counts_where_it_is_completed_by_a_token_that_may_end_the_reply(
+    stops: list[str], least: int, expected: tuple[str, str | None, int]
+) -> None:
+    assert until_stopped(stops, "abcdefgh", least) == expected
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.text("abc", max_size=20), st.integers(0, 20))
+def test_the_first_stop_to_be_completed_late_enough_wins(stops: list[str], text: str, least: int) -> None:
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(max(1, least), len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    got = until_stopped(stops, text, least)
+    if ends:
+        end, _, stop = min(ends)
+        assert got == (text[: end - len(stop)], stop, end)
+    else:
+        assert got == (text, None, len(text))
 
 
 def test_many_long_stops_cost_little_for_each_token() -> None:
