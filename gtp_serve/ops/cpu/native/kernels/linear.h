@@ -18,6 +18,7 @@ constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a pi
 constexpr int64_t kPieceColumns = 96;         // outputs of a piece at most: whole tiles, also of its halves
 constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
 constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
+constexpr int64_t kBehind = 512;
 
 // How one linear is cut up; of its shape and of the number of threads, none of which changes a result.
 struct LinearPlan {
@@ -68,11 +69,12 @@ inline void multiply_rows(const typename O::Packed* x, int64_t x_row, int64_t ro
     taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns)) : left >= kRowColumns ? kRowColumns : 1;
     const auto* here = w + n * w_row;
     const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
-    // The rows after these, all but a little of them, since their beginning is wanted first.  What is too much for the
-    // first cache waits in the second; long rows are streams that the processor follows by itself.
+    // The rows after these: for one row, which is done with them soon, from a little behind their beginning on, else from
+    // a little before it.  What is too much for the first cache waits in the second; long rows are streams that the
+    // processor follows by itself.
     const int64_t group = taken * w_row * kBytes;
     const bool fetches = group <= (rows > 1 ? 4 * kNear : kNear);
-    const auto ahead = next - std::min(kLead, group) / 4;
+    const auto ahead = rows > 1 ? next - std::min(kLead, group) / 4 : next + kBehind;
     for (int64_t m = 0; m < rows;) {
       const int high = tile_rows(rows - m);
       const auto* inputs = x + m * x_row;
