@@ -39,7 +39,7 @@ from gtp_serve.engine.ranks import Leader
 from gtp_serve.errors import DoesNotFit, EnvironmentFault, GtpServeError, RequestRejected
 from gtp_serve.layout.gtp import Grid
 from gtp_serve.loaders import open_checkpoint
-from gtp_serve.refit import arena, staging
+from gtp_serve.refit import mapping, staging
 from gtp_serve.refit.orders import DiskOrder
 from gtp_serve.server import cli
 from gtp_serve.server.spool import spool
@@ -218,7 +218,7 @@ class Reads(TensorSource):
 
 
 MEMORY: list[Point] = [
-    Point(arena, "_reserve", lambda: DoesNotFit("the system gives no address range")),
+    Point(mapping, "_reserve", lambda: DoesNotFit("the system gives no address range")),
     Point(torch, "empty", MemoryError),
     Point(torch, "zeros", MemoryError),
     Point(torch, "frombuffer", MemoryError),

@@ -46,7 +46,7 @@ inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) 
   plan.row_blocks = plan.rows ? (rows + plan.rows - 1) / plan.rows : 0;
   plan.pieces = (plan.outputs + plan.columns - 1) / plan.columns * plan.row_blocks;
   plan.x_bytes = padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
-  plan.y_bytes = padded_bytes(plan.rows * plan.parts * plan.columns * sizeof(float));
+  plan.y_bytes = padded_bytes((plan.rows * plan.parts * plan.columns + kLanes) * sizeof(float));  // read in whole vectors
   return plan;
 }
 
