@@ -72,7 +72,7 @@ def transfer(
     ranks = trainer_ranks(config, grid, state_dict(config, SEED))
     change(ranks)
     engines = engine_ranks(config, tp)
-    receivers = [GroupReceiver(rank=rank, size=tp) for rank in range(tp)]
+    receivers = [GroupReceiver(rank=rank, size=tp, silent_seconds=silent_seconds) for rank in range(tp)]
     deadline = time.monotonic() + seconds
     order = receivers[0].open(
         GroupOrder(trainers=len(ranks) + announce, bucket_bytes=bucket_bytes), "127.0.0.1", deadline
