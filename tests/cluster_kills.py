@@ -87,13 +87,16 @@ class Kills:
         self.expected[which] = [self.front.generate(prompt, TOKENS)["output_ids"] for prompt in PROMPTS]
         self.digests[which] = self.front.get("/weights/checksum")["digest"]
 
-    def begin(self, which: int, **fields: Any) -> tuple[str, str]:
-        """Start an update through disk; its version and id."""
+    def begin(self, which: int, *, at: Front | None = None, **fields: Any) -> tuple[str, str]:
+        """Start an update through disk; its version and id.
+
+        :param at: the front that is told; requests go to the first one all the while.
+        """
         self.version += 1
         version, update = str(self.version), f"case-{self.version}"
         self.weights_of[version] = which
         source = {"kind": "disk", "path": str(self.sets[which]), "max_bytes_per_second": 65536}
-        self.front.post("/weights/updates", {"version": version, "id": update, "source": source, **fields})
+        (at or self.front).post("/weights/updates", {"version": version, "id": update, "source": source, **fields})
         return version, update
 
     def push(self, which: int) -> str:
@@ -116,7 +119,7 @@ class Kills:
                 version = update = ""
                 if moment != "generation":
                     driver = other or self.front
-                    version, update = self._begin_at(driver, 1 - current)
+                    version, update = self.begin(1 - current, at=driver, commit="manual", in_flight="wait")
                 if moment in ("verified", "commit"):
                     self._wait_state(update, "verified")
                 committing: Future[Any] | None = None
@@ -145,13 +148,6 @@ class Kills:
         if victim == "node":
             self.world.nodes.append(self.world.add_node())
         return seen
-
-    def _begin_at(self, front: Front, which: int) -> tuple[str, str]:
-        mine, self.front = self.front, front
-        try:
-            return self.begin(which, commit="manual", in_flight="wait")
-        finally:
-            self.front = mine
 
     def _commit(self, update: str) -> None:
         self.front.call("POST", f"/weights/updates/{update}/commit", {"wait": True})
