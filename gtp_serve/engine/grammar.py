@@ -242,9 +242,9 @@ class GrammarCompiler:
         return self._pool.submit(self._the_tokenizer)
 
     def warm_after(self, seconds: float) -> None:
-        """The same later.
+        """``warm`` in so many seconds.
 
-        That holds the interpreter for half a second in all, which a start is better without.
+        It holds the interpreter for half a second in all, which a start is better without.
         """
         self._warming = threading.Timer(seconds, self._warm)
         self._warming.daemon = True

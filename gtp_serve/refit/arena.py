@@ -84,6 +84,8 @@ class MappedArena:
             memory.shorten(num_bytes)
             self._live = memory
         else:
+            if memory is not None:
+                memory.release()
             self._live = MappedRange(num_bytes)
         self._staged: MappedRange | None = None
         self._spare: MappedRange | None = None

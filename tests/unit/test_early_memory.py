@@ -62,10 +62,12 @@ def test_memory_that_is_too_large_is_cut_and_holds_zeros() -> None:
     assert resident_bytes(first + memory.size, HUGE_PAGE) == 0
 
 
-def test_memory_that_is_too_small_is_not_used() -> None:
+def test_memory_that_is_too_small_is_given_back() -> None:
     memory = MappedRange(HUGE_PAGE)
+    memory.populate()
     like = torch.empty(HUGE_PAGE // 4 + 1)
     assert MappedArena(like.nbytes, memory=memory).live(0, like).data_ptr() != memory.address
+    assert resident_bytes(memory.address, memory.size) == 0
 
 
 def test_nothing_is_taken_for_a_gpu_or_beside_other_ranks() -> None:

@@ -291,3 +291,21 @@ def test_a_schema_that_is_not_strict_json_or_cannot_be_built_is_refused_and_noth
 
     assert caught.value.code == "bad-grammar"
     assert accepts(compiler, schema({"const": 5}), "5")
+
+
+def test_a_tokenizer_is_read_later_unless_nothing_is_compiled_any_more_by_then() -> None:
+    asked = threading.Event()
+
+    def tell() -> str:
+        asked.set()
+        raise OSError
+
+    later = GrammarCompiler(tell, vocab_size=4, eos_token_ids=())
+    later.warm_after(0.2)
+    later.close()
+    assert not asked.wait(0.5)
+
+    soon = GrammarCompiler(tell, vocab_size=4, eos_token_ids=())
+    soon.warm_after(0.0)
+    assert asked.wait(10)
+    soon.close()

@@ -14,11 +14,11 @@ namespace gtp {
 namespace GTP_ISA {
 
 constexpr int64_t kAlone = 8192;              // activations that a thread arranges faster than it passes a barrier
-constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece, likewise
+constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece: stays in the second cache
 constexpr int64_t kPieceColumns = 96;         // outputs of a piece at most: whole tiles, also of its halves
 constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
 constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
-constexpr int64_t kBehind = 512;
+constexpr int64_t kBehind = 512;              // bytes of the next rows that one row's stream leaves to the processor
 
 // How one linear is cut up; of its shape and of the number of threads, none of which changes a result.
 struct LinearPlan {
@@ -60,8 +60,8 @@ inline void prefetch_some(const void* weights) {
 // following: weights that are wanted next.
 template <class O>
 inline void multiply_rows(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
-                              int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
-                              const typename O::Weight* following) {
+                          int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
+                          const typename O::Weight* following) {
   constexpr int kBytes = sizeof(typename O::Weight);
   int taken;
   for (int64_t n = 0; n < columns; n += taken) {
