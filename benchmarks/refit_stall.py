@@ -137,10 +137,12 @@ def report(
     """One line."""
     windows = [(one["began"], one["began"] + one["seconds"]["total"]) for one in records]
     gaps = [gap for begin, end in windows for gap in load.between(begin - 2 * step, end + 2 * step).gaps]
-    meanwhile = sum(load.between(*window).tokens for window in windows) / sum(end - begin for begin, end in windows)
+    meanwhile = sum(load.made(*window) for window in windows) / sum(end - begin for begin, end in windows)
     stalls = [one["stall_seconds"] for one in records]
     seconds = [one["seconds"]["total"] for one in records]
     speed = statistics.median(size / one["seconds"]["transfer"] for one in records)
+    longest = {name: statistics.median(one["seconds"].get(name, 0) for one in records) for name in records[-1]["seconds"]}
+    print({k: round(v,3) for k,v in longest.items()})
     print(
         f"{name:12s} {len(records)} updates of {size / MIB:.0f} MiB, {statistics.median(seconds):.2f} s each;"
         f" longest gap {1e3 * max(gaps):.0f} ms = median + {(max(gaps) - step) / step:.1f} steps,"
@@ -221,6 +223,16 @@ class Streams(threading.Thread):
         inside = [[moment for moment in list(times) if begin <= moment <= end] for times in list(self._times)]
         gaps = [b - a for times in inside for a, b in itertools.pairwise(times)]
         return Window(sum(map(len, inside)), gaps, max(end - begin, 1e-6))
+
+    def made(self, begin: float, end: float) -> float:
+        """Tokens made in it: each was, evenly, since the one before it.  To count those that arrive would favour one
+        side, since an update begins and ends between two steps.
+        """
+        return sum(
+            max(0.0, min(b, end) - max(a, begin)) / max(b - a, 1e-6)
+            for times in list(self._times)
+            for a, b in itertools.pairwise(times)
+        )
 
     def run(self) -> None:
         """In the thread."""
