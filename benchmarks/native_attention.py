@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from gtp_serve.kv.pool import KVPool
+
 from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.build import find_compiler
 from gtp_serve.ops.cpu.library import Threads, find_library
@@ -76,7 +78,7 @@ class Work:
 
     name: str
     ops: list[structs.Op]
-    kept: list[torch.Tensor]
+    kept: list[object]
     read_bytes: float
     flops: float
     by_reading: bool
@@ -90,9 +92,14 @@ def attention(name: str, sequences: int, context: int, chunk: int, heads: tuple[
     bytes_each = 2 * sequences * context * kv_heads * size * 2
     layers = 1 if chunk > 1 else max(1, (96 << 20) // bytes_each)
     ops: list[structs.Op] = []
-    kept: list[torch.Tensor] = []
+    kept: list[object] = []
     for _ in range(layers):
-        cache = torch.randn(2, blocks, block, kv_heads, size).bfloat16()
+        cache = KVPool(
+            num_layers=1, num_blocks=blocks, block_size=block, num_kv_heads=kv_heads, head_dim=size,
+            dtype=torch.bfloat16, device="cpu",
+        )  # fmt: skip
+        for tensor in (*cache.keys, *cache.values):
+            tensor.copy_(torch.randn(tensor.shape))
         q = torch.randn(rows, heads[0], size).bfloat16()
         out, tables = torch.empty_like(q), torch.randperm(blocks).view(sequences, width)
         positions = torch.arange(context - chunk, context).repeat(sequences)
@@ -102,8 +109,8 @@ def attention(name: str, sequences: int, context: int, chunk: int, heads: tuple[
             structs.Attention(
                 rows=rows,
                 q=q.data_ptr(),
-                keys=cache[0].data_ptr(),
-                values=cache[1].data_ptr(),
+                keys=cache.keys[0].data_ptr(),
+                values=cache.values[0].data_ptr(),
                 out=out.data_ptr(),
                 tables=tables.data_ptr(),
                 starts=0 if chunk == 1 else starts.data_ptr(),
@@ -199,7 +206,9 @@ def main() -> None:
     if isinstance(library, str):
         raise SystemExit(library)
     threads, machine = Threads(library, asked.threads), limits()
-    memory = torch.ones(256 << 20, dtype=torch.uint8)
+    memory = KVPool(  # on the same kind of pages
+        num_layers=1, num_blocks=1 << 13, block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16, device="cpu"
+    ).keys[0].fill_(1)  # fmt: skip
     for make in cases():
         work = make()
         if asked.only not in work.name:
@@ -208,7 +217,7 @@ def main() -> None:
         threads.run(work.ops)
         for _ in range(asked.rounds):
             if work.by_reading:
-                limit = machine.read_rate(memory.data_ptr(), memory.numel(), asked.threads)
+                limit = machine.read_rate(memory.data_ptr(), memory.nbytes, asked.threads)
             else:
                 limit = machine.fma_rate(1_000_000, asked.threads)
             start = time.perf_counter()

@@ -6,6 +6,7 @@ Legend: N blocks, B positions in a block, K KV heads, E head size.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -57,7 +58,14 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.de
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages the kernel provides when they are first touched: allocating gigabytes takes no time."""
+    """Zeros whose pages the kernel provides when they are first touched: allocating gigabytes takes no time.
+
+    On huge pages where there are any: a sequence's blocks lie all over the pool, and each read of a small page would
+    ask the page tables first, on a virtual machine twice.
+    """
     size = torch.Size(shape).numel() * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -62,13 +62,18 @@ inline Vec load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-inline void store(bf16* p, Vec x) {
+// What narrow() keeps of each, in the upper halves; whatever in the lower ones.
+inline __m512i narrowed(Vec x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m512i kept = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+  return _mm512_mask_or_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+}
+inline void store(bf16* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(narrowed(x), 16)));
+}
+inline Vec through_bf16(Vec x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(narrowed(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -89,6 +94,12 @@ inline Vec load_even(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi
 inline Vec load_odd(const bf16* p) {
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper));
+}
+// The same of pairs in a register.
+inline Vec even_of(Vec pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
+inline Vec odd_of(Vec pairs) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), upper));
 }
 #if defined(__AVX512BF16__)
 inline __m512bh load_pairs(const bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
@@ -116,13 +127,19 @@ inline Vec load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
-inline void store(bf16* p, Vec x) {
+// What narrow() keeps of each, in the upper halves; whatever in the lower ones.
+inline __m256i narrowed(Vec x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-  const __m256i kept = _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, nan), 16);
+  return _mm256_blendv_epi8(up, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
+}
+inline Vec through_bf16(Vec x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(narrowed(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+inline void store(bf16* p, Vec x) {
+  const __m256i kept = _mm256_srli_epi32(narrowed(x), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(kept, kept), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
@@ -153,6 +170,12 @@ inline Vec load_odd(const bf16* p) {
   asm("vmovups %1, %0\n\tvandps %2, %0, %0" : "=x"(x) : "m"(pairs), "m"(kUpperHalves));
   return x;
 }
+// The same of pairs in a register.
+inline Vec even_of(Vec pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
+inline Vec odd_of(Vec pairs) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper));
+}
 // Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
 inline __m256i whole(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline __m256i widened(const int8_t* p) {
@@ -182,6 +205,7 @@ inline void store(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
 inline void store(bf16* p, Vec x) {
   for (int i = 0; i < kLanes; ++i) p[i] = narrow(x.lane[i]);
 }
+inline Vec through_bf16(Vec x) { return each([&](int i) { return widen(narrow(x.lane[i])); }); }
 inline Vec fma(Vec a, Vec b, Vec c) { return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
 inline Vec add(Vec a, Vec b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
 inline Vec sub(Vec a, Vec b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
@@ -200,6 +224,8 @@ inline Vec load_odd(const bf16* p) {
   std::memcpy(pairs, p, sizeof pairs);
   return each([&](int i) { return widen(pairs[2 * i + 1]); });
 }
+inline Vec even_of(Vec pairs) { return load_even(reinterpret_cast<const bf16*>(pairs.lane)); }
+inline Vec odd_of(Vec pairs) { return load_odd(reinterpret_cast<const bf16*>(pairs.lane)); }
 inline Vec scaled_by_power(Vec a, Vec n) {
   return each([&](int i) {
     const uint32_t bits = n.lane[i] == n.lane[i] ? static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23 : 0;

@@ -10,7 +10,7 @@ namespace gtp {
 namespace GTP_ISA {
 
 constexpr int64_t kSplit = 256;     // positions that one thread sums up alone
-constexpr int64_t kQueryTile = 48;   // rows, times the heads that share a KV head, that share a pass over the keys
+constexpr int64_t kQueryTile = 96;   // rows, times the heads that share a KV head, that share a pass over the keys
 constexpr int64_t kFewPieces = 64;  // so few pieces are cut at splits, for threads to share
 constexpr size_t kSplitMemory = size_t{32} << 20;
 
@@ -19,7 +19,7 @@ inline int64_t rows_of_tile(const AttentionOp& o) { return std::max<int64_t>(1, 
 
 // A thread's scratch for one tile.
 struct TileMemory {
-  float *q, *keys, *scores, *mixed, *all_mixed;
+  float *q, *keys, *values, *scores, *mixed, *all_mixed;
   Sums *sums, *all_sums;
   Seen *seen, *limits;
   int64_t q_row, mixed_row;
@@ -31,7 +31,7 @@ struct TileMemory {
   static size_t size(const AttentionOp& o) {
     const int64_t rows = rows_of_tile(o) * group_of(o);
     return static_cast<size_t>(rows * (query_floats(o.size) + kKeyBlock + 2 * kept_floats(o)) +
-                               query_floats(o.size) * kKeyBlock) * sizeof(float) +
+                               (query_floats(o.size) + kept_floats(o)) * kKeyBlock) * sizeof(float) +
            rows * 2 * (sizeof(Sums) + sizeof(Seen)) + 64;
   }
 
@@ -42,7 +42,8 @@ struct TileMemory {
     sums = reinterpret_cast<Sums*>(limits + rows);
     all_sums = sums + rows;
     keys = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(all_sums + rows) + 63) / 64 * 64);
-    scores = keys + q_row * kKeyBlock;
+    values = keys + q_row * kKeyBlock;
+    scores = values + mixed_row * kKeyBlock;
     mixed = scores + rows * kKeyBlock;
     all_mixed = mixed + rows * mixed_row;
     q = all_mixed + rows * mixed_row;
@@ -94,6 +95,9 @@ struct Tile {
       block.start = start;
       block.low = std::max(first - start, int64_t{0}), block.high = std::min(latest + 1 - start, kKeyBlock);
       if (block.low < block.high) find(block);
+      // What is not there may be asked for, as anything may.
+      for (int64_t key = 0; key < kKeyBlock; ++key)
+        if (key < block.low || key >= block.high) block.keys[key] = static_cast<const T*>(o.keys);
     };
     find_at(first / kKeyBlock * kKeyBlock, *now);
     for (; now->start < stop; std::swap(now, next)) {
@@ -131,68 +135,85 @@ struct Tile {
     // Keys before `low` are hidden from all: any key stands in for them.
     for (int64_t key = 0; key < low; ++key) block.keys[key] = block.keys[low];
     // Memory is asked for the next block a little at a time: for its values while these keys are turned, for its keys
-    // between the rows' scores.
+    // between the rows' scores, or where rows are few while these values are used.
+    const bool widens = widens_blocks();
+    float* turned = memory.keys;
     for (int64_t key = 0; key < high; key += kLanes) {
       for (int64_t i = std::max(key, next.low), stop = std::min(key + kLanes, next.high); i < stop; ++i)
         fetch(next.values[i], bytes);
-      turn_rows(reinterpret_cast<const uint8_t* const*>(block.keys + key), std::min<int64_t>(kLanes, high - key), bytes,
-                memory.keys + key, kKeyBlock);
+      const auto* rows = reinterpret_cast<const uint8_t* const*>(block.keys + key);
+      const int64_t count = std::min<int64_t>(kLanes, high - key);
+      float* here = turned + key;
+      if (widens)
+        turn_rows(rows, count, bytes, [here](int64_t word, int64_t row, Vec x) {
+          spill(here + 2 * word * kKeyBlock + row, even_of(x)), spill(here + (2 * word + 1) * kKeyBlock + row, odd_of(x));
+        });
+      else
+        turn_rows(rows, count, bytes, [here](int64_t word, int64_t row, Vec x) { spill(here + word * kKeyBlock + row, x); });
     }
     for (int64_t i = 0; i < queries; ++i) {
       const Seen seen = memory.limits[i];
       memory.seen[i] = {std::max(seen.first - block.start, int64_t{0}), std::min(seen.stop - block.start, kKeyBlock)};
     }
-    score((high + kLanes - 1) / kLanes * kLanes);
-    const int64_t share = kKeyBlock / queries + 1;
+    const int64_t columns = (high + kLanes - 1) / kLanes * kLanes, words = key_words<T>(o.size);
+    widens ? score<float>(columns, 2 * words) : score<T>(columns, words);
+    const int64_t share = widens ? kKeyBlock / queries + 1 : 0;
     for (int64_t i = 0, key = std::max(next.low, int64_t{0}); i < queries; ++i) {
       for (const int64_t stop = std::min(next.high, key + share); key < stop; ++key) fetch(next.keys[key], bytes);
       if (memory.seen[i].any())
-        soften(memory.scores + i * kKeyBlock, memory.seen[i], memory.sums[i], memory.mixed + i * memory.mixed_row,
-               memory.mixed_row);
+        raise(largest_seen(memory.scores + i * kKeyBlock, memory.seen[i]), memory.sums[i],
+              memory.mixed + i * memory.mixed_row, memory.mixed_row);
     }
-    mix(block.values);
+    for (int64_t i = 0; i < queries; ++i)
+      if (memory.seen[i].any()) soften(memory.scores + i * kKeyBlock, memory.sums[i]);
+    if (!widens) return mix(Scattered<T>{block.values, next.keys}, o.size);
+    for (int64_t key = low; key < high; ++key)
+      widen_value(block.values[key], o.size, memory.values + key * memory.mixed_row);
+    mix(Panel{memory.values, memory.mixed_row}, memory.mixed_row);
   }
 
-  // Scores of the block's first `count` keys, a multiple of kLanes.
-  void score(int64_t count) const {
-    constexpr int kWide = kLanes == 16 ? 4 : kMostRows > 2 ? 2 : 1;
-    int64_t i = 0;
-    for (; i + kMostRows <= queries; i += kMostRows) score_some<kMostRows, kWide>(i, count);
-    if constexpr (kMostRows > 3)
-      if (i + 3 <= queries) score_some<3, kWide>(i, count), i += 3;
-    if (i + 2 <= queries) score_some<2, kWide>(i, count), i += 2;
-    if (i < queries) score_some<1, kWide>(i, count);
+  // Whether so many queries meet each key and value that widening it once, into memory, costs less than each time.
+  bool widens_blocks() const { return sizeof(T) == 2 && queries > kMostRows; }
+
+  // Scores of the block's first `count` keys, a multiple of kLanes; Key: what they are turned into, `words` each.
+  template <class Key>
+  void score(int64_t count, int64_t words) const {
+    by_rows([&](auto rows, int64_t i) { score_some<Key, rows>(i, count, words); });
   }
 
-  template <int R, int V>
-  void score_some(int64_t i, int64_t count) const {
+  template <class Key, int R>
+  void score_some(int64_t i, int64_t count, int64_t words) const {
+    constexpr int V = vectors_of(R);
     const float* q = memory.q + i * memory.q_row;
     float* scores = memory.scores + i * kKeyBlock;
-    const int64_t words = key_words<T>(o.size);
     const Vec scale = all(static_cast<float>(o.scale));
     int64_t at = 0;
     for (; at + V * kLanes <= count; at += V * kLanes)
-      score_rows<T, R, V>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+      score_rows<Key, R, V>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
     for (; at < count; at += kLanes)
-      score_rows<T, R, 1>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+      score_rows<Key, R, 1>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
   }
 
-  void mix(const T* const* value_rows) const {
+  template <class Values>
+  void mix(const Values& values, int64_t size) const {
+    by_rows([&](auto rows, int64_t i) {
+      mix_tile<rows>(memory.scores + i * kKeyBlock, values, memory.seen + i, size, memory.mixed + i * memory.mixed_row,
+                     memory.mixed_row);
+    });
+  }
+
+  // f(how many queries, a constant; the first of them) for all queries.
+  template <class F>
+  void by_rows(F f) const {
     int64_t i = 0;
-    for (; i + kMostRows <= queries; i += kMostRows) mix_some<kMostRows>(i, value_rows);
-    mix_rest<kMostRows - 1>(i, value_rows);
+    for (; i + kMostRows <= queries; i += kMostRows) f(std::integral_constant<int, kMostRows>(), i);
+    rest_by_rows<kMostRows - 1>(f, i);
   }
 
-  template <int R>
-  void mix_rest(int64_t i, const T* const* value_rows) const {
-    if (i + R == queries) return mix_some<R>(i, value_rows);
-    if constexpr (R > 1) mix_rest<R - 1>(i, value_rows);
-  }
-
-  template <int R>
-  void mix_some(int64_t i, const T* const* value_rows) const {
-    mix_tile<T, R>(memory.scores + i * kKeyBlock, value_rows, memory.seen + i, o.size,
-                   memory.mixed + i * memory.mixed_row, memory.mixed_row);
+  template <int R, class F>
+  void rest_by_rows(F f, int64_t i) const {
+    if (i + R == queries) return f(std::integral_constant<int, R>(), i);
+    if constexpr (R > 1) rest_by_rows<R - 1>(f, i);
   }
 
   // Of query i: all its splits in order, when their sums are kept one after another.

@@ -84,11 +84,51 @@ inline int64_t mixed_floats(int64_t size) {
   return (size + kStep<T> * kLanes - 1) / (kStep<T> * kLanes) * kStep<T> * kLanes;
 }
 
+// A block's values, wherever each lies.  While one is used, as much of the key in the same place of the next block is
+// asked for: evenly, since a processor that has asked for all that it can wait for does nothing else.
+template <class T>
+struct Scattered {
+  using Element = T;
+  const T *const *rows, *const *next_keys;
+  const T* operator[](int64_t key) const { return rows[key]; }
+  template <int kCount>
+  void fetch(int64_t key, int64_t column) const {
+    GTP_UNROLL
+    for (int at = 0; at < kCount; at += 64 / sizeof(T)) __builtin_prefetch(next_keys[key] + column + at, 0, 2);
+  }
+};
+
+// The same as float32, one row behind the other, each in the order of the sums.
+struct Panel {
+  using Element = float;
+  const float* rows;
+  int64_t row;
+  const float* operator[](int64_t key) const { return rows + key * row; }
+  template <int kCount>
+  void fetch(int64_t, int64_t) const {}
+};
+
+// A row of the panel; `count` elements at `value`, 0 past them.
+template <class T>
+inline void widen_value(const T* value, int64_t count, float* wide) {
+  constexpr int kPart = kStep<T> * kLanes;
+  for (int64_t at = 0; at < count; at += kPart) {
+    T edge[kPart] = {};
+    const T* from = value + at;
+    if (count - at < kPart) std::memcpy(edge, from, (count - at) * sizeof(T)), from = edge;
+    if constexpr (sizeof(T) == 2)
+      spill(wide + at, load_even(from)), spill(wide + at + kLanes, load_odd(from));
+    else
+      spill(wide + at, load(from));
+  }
+}
+
 // mixed[r] += sum over keys of power[r][key] * value[key], keys ascending, for R rows and V vectors of the head.
 // `count`: elements from `column` on that exist, at least V * kLanes where Whole.
-template <class T, int R, int V, bool Whole>
-inline void mix_columns(const float* powers, const T* const* values, int64_t first, int64_t stop, int64_t column,
+template <int R, int V, bool Whole, class Values>
+inline void mix_columns(const float* powers, const Values& values, int64_t first, int64_t stop, int64_t column,
                         float* mixed, int64_t mixed_row, int64_t count) {
+  using T = typename Values::Element;
   constexpr int kWords = V / kStep<T>;
   Vec sums[R][V];
   GTP_UNROLL
@@ -97,24 +137,42 @@ inline void mix_columns(const float* powers, const T* const* values, int64_t fir
     for (int v = 0; v < V; ++v) sums[r][v] = load(mixed + r * mixed_row + column + v * kLanes);
   for (int64_t key = first; key < stop; ++key) {
     const T* value = values[key] + column;
+    values.template fetch<V * kLanes>(key, column);
     T edge[V * kLanes];
     if (!Whole) {
       std::memset(edge, 0, sizeof edge);
       std::memcpy(edge, value, count * sizeof(T));
       value = edge;
     }
-    GTP_UNROLL
-    for (int w = 0; w < kWords; ++w) {
-      Vec part[kStep<T>];
+    const auto read = [&](int w, Vec* part) __attribute__((always_inline)) {
       if constexpr (sizeof(T) == 2)
         part[0] = load_even(value + w * 2 * kLanes), part[1] = load_odd(value + w * 2 * kLanes);
       else
         part[0] = load(value + w * kLanes);
+    };
+    // Of powers and vectors of values the fewer are held in registers beside the sums.
+    if constexpr (R < V) {
+      Vec power[R];
+      GTP_UNROLL
+      for (int r = 0; r < R; ++r) power[r] = all(powers[r * kKeyBlock + key]);
+      GTP_UNROLL
+      for (int w = 0; w < kWords; ++w) {
+        Vec part[kStep<T>];
+        read(w, part);
+        GTP_UNROLL
+        for (int r = 0; r < R; ++r)
+          GTP_UNROLL
+          for (int i = 0; i < kStep<T>; ++i) sums[r][kStep<T> * w + i] = fma(power[r], part[i], sums[r][kStep<T> * w + i]);
+      }
+    } else {
+      Vec part[V];
+      GTP_UNROLL
+      for (int w = 0; w < kWords; ++w) read(w, part + w * kStep<T>);
       GTP_UNROLL
       for (int r = 0; r < R; ++r) {
         const Vec power = all(powers[r * kKeyBlock + key]);
         GTP_UNROLL
-        for (int i = 0; i < kStep<T>; ++i) sums[r][kStep<T> * w + i] = fma(power, part[i], sums[r][kStep<T> * w + i]);
+        for (int v = 0; v < V; ++v) sums[r][v] = fma(power, part[v], sums[r][v]);
       }
     }
   }
@@ -124,17 +182,19 @@ inline void mix_columns(const float* powers, const T* const* values, int64_t fir
     for (int v = 0; v < V; ++v) spill(mixed + r * mixed_row + column + v * kLanes, sums[r][v]);
 }
 
-template <class T, int R>
-inline void mix_rows(const float* powers, const T* const* values, int64_t first, int64_t stop, int64_t size,
-                     float* mixed, int64_t mixed_row) {
-  // As many sums as registers hold.
-  constexpr int kLeast = kStep<T>, kWide = kLanes == 16 ? 4 : kMostRows == 2 ? kLeast : R <= 3 ? 4 : 2;
+// How many vectors of sums of R rows registers hold beside what they are multiplied with.
+constexpr int vectors_of(int R) { return kLanes == 16 ? 4 : kMostRows == 2 ? 1 : R == 1 ? 8 : R <= 3 ? 4 : 2; }
+
+template <int R, class Values>
+inline void mix_rows(const float* powers, const Values& values, int64_t first, int64_t stop, int64_t size, float* mixed,
+                     int64_t mixed_row) {
+  constexpr int kLeast = kStep<typename Values::Element>, kMost = std::max(vectors_of(R), kLeast);
   int64_t at = 0;
-  for (; at + kWide * kLanes <= size; at += kWide * kLanes)
-    mix_columns<T, R, kWide, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+  for (; at + kMost * kLanes <= size; at += kMost * kLanes)
+    mix_columns<R, kMost, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
   for (; at + kLeast * kLanes <= size; at += kLeast * kLanes)
-    mix_columns<T, R, kLeast, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
-  if (at < size) mix_columns<T, R, kLeast, false>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+    mix_columns<R, kLeast, true>(powers, values, first, stop, at, mixed, mixed_row, size - at);
+  if (at < size) mix_columns<R, kLeast, false>(powers, values, first, stop, at, mixed, mixed_row, size - at);
 }
 
 // The keys of a block that a row sees: its part of [0, kKeyBlock), empty where stop <= first.
@@ -145,46 +205,56 @@ struct Seen {
 
 // Rows of one tile with the same limits where `together`; otherwise each with its own: a hidden key is not multiplied
 // by 0 but left out, since what lies in its place may not be a number.
-template <class T, int R>
-inline void mix_tile(const float* powers, const T* const* values, const Seen* seen, int64_t size, float* mixed,
+template <int R, class Values>
+inline void mix_tile(const float* powers, const Values& values, const Seen* seen, int64_t size, float* mixed,
                      int64_t mixed_row) {
   int64_t first = seen[0].first, stop = seen[0].stop;
   for (int r = 1; r < R; ++r) first = std::max(first, seen[r].first), stop = std::min(stop, seen[r].stop);
   if (R > 1 && first >= stop) first = stop = kKeyBlock;  // nothing that all see: each alone
   const auto alone = [&](int r, int64_t from, int64_t to) {
-    if (from < to) mix_rows<T, 1>(powers + r * kKeyBlock, values, from, to, size, mixed + r * mixed_row, mixed_row);
+    if (from < to) mix_rows<1>(powers + r * kKeyBlock, values, from, to, size, mixed + r * mixed_row, mixed_row);
   };
   if (R > 1)
     for (int r = 0; r < R; ++r) alone(r, seen[r].first, std::min(first, seen[r].stop));
-  if (first < stop) mix_rows<T, R>(powers, values, first, stop, size, mixed, mixed_row);
+  if (first < stop) mix_rows<R>(powers, values, first, stop, size, mixed, mixed_row);
   if (R > 1)
     for (int r = 0; r < R; ++r) alone(r, std::max(stop, seen[r].first), seen[r].stop);
 }
 
-// Scores to powers, the row's sums scaled to the new maximum.
-inline void soften(float* scores, Seen seen, Sums& sums, float* mixed, int64_t size) {
+// The largest of a row's scores, those of keys that it does not see made -infinity.
+inline float largest_seen(float* scores, Seen seen) {
   const float nothing = -std::numeric_limits<float>::infinity();
   for (int64_t key = 0; key < seen.first; ++key) scores[key] = nothing;
   for (int64_t key = seen.stop; key < kKeyBlock; ++key) scores[key] = nothing;
-  constexpr int kVecs = kKeyBlock / kLanes;
   Vec largest = load(scores);
-  for (int v = 1; v < kVecs; ++v) largest = max(largest, load(scores + v * kLanes));
-  const float found = fold_max(largest);
-  if (found > sums.largest) {
-    if (sums.largest > nothing) {
-      const float shrink = exp_of_negative(sums.largest - found);
-      sums.total *= shrink;
-      for (int64_t at = 0; at < size; at += kLanes) spill(mixed + at, mul(load(mixed + at), all(shrink)));
-    }
-    sums.largest = found;
+  for (int at = kLanes; at < kKeyBlock; at += kLanes) largest = max(largest, load(scores + at));
+  return fold_max(largest);
+}
+
+// The row's sums scaled to a new maximum, if it is one.
+inline void raise(float found, Sums& sums, float* mixed, int64_t size) {
+  if (!(found > sums.largest)) return;
+  if (sums.largest > -std::numeric_limits<float>::infinity()) {
+    const float shrink = exp_of_negative(sums.largest - found);
+    sums.total *= shrink;
+    for (int64_t at = 0; at < size; at += kLanes) spill(mixed + at, mul(load(mixed + at), all(shrink)));
   }
-  // Where all scores are -infinity every power is 0, whatever is taken away.
-  const Vec base = all(sums.largest > nothing ? sums.largest : 0.0f);
+  sums.largest = found;
+}
+
+// Scores to powers.  Where all scores are -infinity every power is 0, whatever is taken away.
+inline void soften(float* scores, Sums& sums) {
+  const Vec base = all(sums.largest > -std::numeric_limits<float>::infinity() ? sums.largest : 0.0f);
   Vec total = zero();
-  for (int v = 0; v < kVecs; ++v) {
-    const Vec power = exp_of_negative(sub(load(scores + v * kLanes), base));
-    spill(scores + v * kLanes, power);
-    total = add(total, power);
+  constexpr int kTogether = 4;
+  for (int at = 0; at < kKeyBlock; at += kTogether * kLanes) {
+    Vec powers[kTogether];
+    exp_of_negatives([&](int i) { return sub(load(scores + at + i * kLanes), base); }, powers);
+    GTP_UNROLL
+    for (int i = 0; i < kTogether; ++i) {
+      spill(scores + at + i * kLanes, powers[i]);
+      total = add(total, powers[i]);
+    }
   }
   sums.total += fold_sum(total);
 }

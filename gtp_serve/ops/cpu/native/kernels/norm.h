@@ -33,13 +33,7 @@ inline void each_vector(int64_t size, F f) {
 
 // x rounded to T, as a vector of float32.
 template <class T>
-inline Vec through(Vec x) {
-  T kept[kLanes];
-  store(kept, x);
-  return load(kept);
-}
-template <>
-inline Vec through<float>(Vec x) { return x; }
+inline Vec through(Vec x) { return sizeof(T) == 2 ? through_bf16(x) : x; }
 
 template <class T>
 inline void norm_one(const T* x, const T* weight, T* out, int64_t size, float eps) {

@@ -85,21 +85,32 @@ inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
 }
 #endif
 
-// e^x for x <= 0, otherwise as exp(): 0 below -87.3, NaN for NaN.
-inline Vec exp_of_negative(Vec x) {
+// y[i] = e^x(i) for x(i) <= 0, otherwise as exp(): 0 below -87.3, NaN for NaN.  Several at a time, step by step: one
+// alone would wait for each of its steps.
+template <int N, class F>
+inline void exp_of_negatives(F x, Vec (&y)[N]) {
   const Vec lowest = all(-87.33654f);
-  const Vec inside = max(lowest, x);  // the second where one is NaN
-  const Vec n = nearest(mul(inside, all(1.44269504088896341f)));
-  Vec r = fma(n, all(-0.693359375f), inside);
-  r = fma(n, all(2.12194440e-4f), r);
-  Vec y = all(1.9875691500e-4f);
-  y = fma(y, r, all(1.3981999507e-3f));
-  y = fma(y, r, all(8.3334519073e-3f));
-  y = fma(y, r, all(4.1665795894e-2f));
-  y = fma(y, r, all(1.6666665459e-1f));
-  y = fma(y, r, all(5.0000001201e-1f));
-  y = add(fma(mul(r, r), y, r), all(1.0f));
-  return zero_where_below(scaled_by_power(y, n), x, lowest);
+  Vec n[N], r[N];
+  const auto each_one = [](auto f) {
+    GTP_UNROLL
+    for (int i = 0; i < N; ++i) f(i);
+  };
+  each_one([&](int i) { r[i] = max(lowest, x(i)); });  // the second where one is NaN
+  each_one([&](int i) { n[i] = nearest(mul(r[i], all(1.44269504088896341f))); });
+  each_one([&](int i) { r[i] = fma(n[i], all(-0.693359375f), r[i]); });
+  each_one([&](int i) { r[i] = fma(n[i], all(2.12194440e-4f), r[i]); });
+  each_one([&](int i) { y[i] = fma(all(1.9875691500e-4f), r[i], all(1.3981999507e-3f)); });
+  each_one([&](int i) { y[i] = fma(y[i], r[i], all(8.3334519073e-3f)); });
+  each_one([&](int i) { y[i] = fma(y[i], r[i], all(4.1665795894e-2f)); });
+  each_one([&](int i) { y[i] = fma(y[i], r[i], all(1.6666665459e-1f)); });
+  each_one([&](int i) { y[i] = fma(y[i], r[i], all(5.0000001201e-1f)); });
+  each_one([&](int i) { y[i] = add(fma(mul(r[i], r[i]), y[i], r[i]), all(1.0f)); });
+  each_one([&](int i) { y[i] = zero_where_below(scaled_by_power(y[i], n[i]), x(i), lowest); });
+}
+inline Vec exp_of_negative(Vec x) {
+  Vec y[1];
+  exp_of_negatives([x](int) { return x; }, y);
+  return y[0];
 }
 inline float exp_of_negative(float x) {
   float lane[kLanes];
@@ -107,9 +118,10 @@ inline float exp_of_negative(float x) {
   return lane[0];
 }
 
-// A block of at most `count` rows of `bytes` each, turned: out[word * stride + row] is the word-th 32 bits of a row.
-// Rows past `count`, up to the next kLanes, and what is past `bytes`, up to the next 16, is 0.
-inline void turn_rows(const uint8_t* const* rows, int64_t count, int64_t bytes, float* out, int64_t stride) {
+// A block of at most `count` rows of `bytes` each, turned: put(word, row, x) is given the word-th 32 bits of the kLanes
+// rows from `row` on.  Rows past `count`, up to the next kLanes, and what is past `bytes`, up to the next 16, is 0.
+template <class F>
+inline void turn_rows(const uint8_t* const* rows, int64_t count, int64_t bytes, F put) {
   alignas(64) static const uint8_t nothing[16] = {};
   const int64_t whole = bytes / 16 * 16;
   for (int64_t first = 0; first < count; first += kLanes) {
@@ -135,7 +147,7 @@ inline void turn_rows(const uint8_t* const* rows, int64_t count, int64_t bytes, 
         for (int i = 0; i < 4; ++i) x[i] = quad(edge + i, 0);
       }
       turn(x);
-      for (int i = 0; i < 4; ++i) spill(out + (at / 4 + i) * stride + first, x[i]);
+      for (int i = 0; i < 4; ++i) put(at / 4 + i, first, x[i]);
     }
   }
 }
