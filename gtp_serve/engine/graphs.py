@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class StaticInputs:
             logit_rows_S=torch.arange(size, device=device),
         )
         self._attention: FixedAttention | None = None
+        self._used = 0
+        """Rows that hold what the last batch put there."""
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -93,20 +95,33 @@ class StaticInputs:
         self.batch = replace(self.batch, attention=attention)
 
     def load(self, batch: Batch) -> None:
-        """Put a batch into the first rows and padding into the others; two copies, neither waited for."""
+        """Put a batch into the first rows and padding into the others; two copies to a GPU, neither waited for."""
         count, width = batch.block_tables_SB.shape
-        columns_3S = self._staging(self._columns_3S.shape, batch)
-        for row, values in enumerate((batch.token_ids_T, batch.positions_T, batch.slots_T)):
-            columns_3S[row, :count] = values
-        columns_3S[:2, count:] = 0
-        columns_3S[2, count:] = self._scratch_slot
-        tables_SB = self._staging((self._tables_SB.shape[0], width), batch)
-        tables_SB[:count] = batch.block_tables_SB
-        tables_SB[count:] = self._scratch_block
-        self._columns_3S.copy_(columns_3S, non_blocking=True)
-        self._tables_SB[:, :width].copy_(tables_SB, non_blocking=True)
+        rows = (batch.token_ids_T, batch.positions_T, batch.slots_T)
+        if self._columns_3S.device.type == "cpu":
+            # At once, by numpy, which needs less time than torch for so little.
+            columns, table = [row.numpy() for row in rows], batch.block_tables_SB.numpy()
+            stale = slice(count, max(count, self._used))  # where the last batch was
+            self._put(columns, table, self._columns_3S.numpy(), self._tables_SB.numpy()[:, :width], stale)
+        else:
+            columns_3S = self._staging(self._columns_3S.shape, batch)
+            tables_SB = self._staging((self._tables_SB.shape[0], width), batch)
+            self._put(rows, batch.block_tables_SB, columns_3S, tables_SB, slice(count, None))
+            self._columns_3S.copy_(columns_3S, non_blocking=True)
+            self._tables_SB[:, :width].copy_(tables_SB, non_blocking=True)
+        self._used = count
         if self._attention is not None:
             self._attention.load(batch.context_lens)
+
+    def _put(self, columns: Sequence[Any], table: Any, columns_3S: Any, tables_SB: Any, padded: slice) -> None:
+        """A batch's columns and block table into the first rows of arrays or tensors, padding into others."""
+        count = len(table)
+        for row, values in enumerate(columns):
+            columns_3S[row, :count] = values
+        columns_3S[:2, padded] = 0
+        columns_3S[2, padded] = self._scratch_slot
+        tables_SB[:count] = table
+        tables_SB[padded] = self._scratch_block
 
     def _staging(self, shape: Sequence[int], batch: Batch) -> Tensor:
         source, target = batch.token_ids_T.device, self._columns_3S.device

@@ -22,10 +22,21 @@ def build_batch(plan: StepPlan, device: str | torch.device) -> Batch:
     starts = (0, *accumulate(len(item.token_ids) for item in items))
     widest = max(len(item.block_table) for item in items)
     tables = [list(item.block_table) + [0] * (widest - len(item.block_table)) for item in items]
+    # One tensor for three: after each step what makes a tensor is no longer in a processor's caches.
+    columns_3T = torch.tensor(
+        [
+            [token for item in items for token in item.token_ids],
+            [at for item in items for at in item.positions],
+            [slot for item in items for slot in item.slots(plan.block_size)],
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    token_ids_T, positions_T, slots_T = columns_3T.unbind()
     return Batch(
-        token_ids_T=column([token for item in items for token in item.token_ids]),
-        positions_T=column([at for item in items for at in item.positions]),
-        slots_T=column([slot for item in items for slot in item.slots(plan.block_size)]),
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slots_T=slots_T,
         query_starts=starts,
         context_lens=tuple(item.context_len for item in items),
         block_tables_SB=torch.tensor(tables, dtype=torch.int64, device=device),

@@ -20,16 +20,16 @@ namespace GTP_ISA {
 
 extern const Kernel kKernels[kKinds];
 const Kernel kKernels[kKinds] = {
-    {gather, nullptr, nullptr},
-    {norm, nullptr, nullptr},
-    {linear, linear_scratch, linear_phases},
-    {rope, nullptr, nullptr},
-    {attention, attention_scratch, attention_phases},
-    {swiglu, nullptr, nullptr},
-    {add_shared, nullptr, nullptr},
-    {route, route_scratch, nullptr},
-    {experts, experts_scratch, experts_phases},
-    {greedy, greedy_scratch, greedy_phases},
+    {gather, nullptr, nullptr, nullptr},
+    {norm, nullptr, nullptr, nullptr},
+    {linear, linear_scratch, linear_phases, nullptr},
+    {rope, nullptr, nullptr, nullptr},
+    {attention, attention_scratch, attention_phases, nullptr},
+    {swiglu, nullptr, nullptr, nullptr},
+    {add_shared, nullptr, nullptr, nullptr},
+    {route, route_scratch, nullptr, nullptr},
+    {experts, experts_scratch, experts_phases, nullptr},
+    {greedy, greedy_scratch, greedy_phases, greedy_small},
 };
 
 }  // namespace GTP_ISA

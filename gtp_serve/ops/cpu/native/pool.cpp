@@ -108,8 +108,10 @@ int Pool::run(const Op* const* ops, int64_t count, const int64_t* rows) {
   std::lock_guard<std::mutex> turn(one_run_);
   if (getpid() != process_) threads_ = 1;  // a fork has none of its parent's threads; the results are the same
   if (!reserve(ops, count, rows)) return 1;
+  const auto small = kernels_[ops[0]->kind].small;
+  running_ = count == 1 && small && small(*ops[0], rows_of(*ops[0], rows)) ? 1 : threads_;
   ops_ = ops, count_ = count, rows_ = rows;
-  if (threads_ > 1) begin_.open();
+  if (running_ > 1) begin_.open();
   carry_out(0);
   return 0;
 }
@@ -147,7 +149,7 @@ void Pool::work(int thread) {
 }
 
 void Pool::carry_out(int thread) {
-  Context context{thread, threads_, 0, 0, shared_, own_ + own_size_ * thread, nullptr};
+  Context context{thread, running_, 0, 0, shared_, own_ + own_size_ * thread, nullptr};
   // These may change as soon as the last barrier is passed.
   const Op* const* const ops = ops_;
   const int64_t count = count_;
@@ -166,12 +168,12 @@ void Pool::carry_out(int thread) {
 }
 
 void Pool::barrier() {
-  if (threads_ == 1) {
+  if (running_ == 1) {
     cursor_.store(0, std::memory_order_relaxed);
     return;
   }
   const uint32_t seen = phase_.value.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(running_)) {
     arrived_.store(0, std::memory_order_relaxed);
     cursor_.store(0, std::memory_order_relaxed);  // everybody is done with it
     phase_.open();

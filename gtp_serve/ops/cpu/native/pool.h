@@ -36,6 +36,7 @@ struct Kernel {
   void (*run)(const Op&, const Context&);
   Scratch (*scratch)(const Op&, int64_t rows, int threads);  // null: none
   int (*phases)(const Op&, int64_t rows);                    // null: one
+  bool (*small)(const Op&, int64_t rows);  // whether it is done sooner than other threads are woken; null: never
 };
 
 class Pool {
@@ -67,6 +68,7 @@ class Pool {
   bool reserve(const Op* const* ops, int64_t count, const int64_t* rows);
 
   int threads_;
+  int running_ = 1;  // of them, in this run
   const pid_t process_;
   const Kernel* const kernels_;
   std::mutex one_run_;

@@ -54,6 +54,8 @@ inline Scratch greedy_scratch(const Op& op, int64_t rows, int) {
   const auto& o = static_cast<const GreedyOp&>(op);
   return {o.partials ? 0 : static_cast<size_t>(rows * blocks_of(o)) * sizeof(Partial), 0};
 }
+// A row's blocks are joined in a few microseconds.
+inline bool greedy_small(const Op& op, int64_t rows) { return static_cast<const GreedyOp&>(op).partials && rows <= 8; }
 inline int greedy_phases(const Op& op, int64_t) { return static_cast<const GreedyOp&>(op).partials ? 1 : 2; }
 
 }  // namespace GTP_ISA
