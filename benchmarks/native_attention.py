@@ -15,14 +15,13 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gtp_serve.kv.pool import KVPool
-
 from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.build import find_compiler
 from gtp_serve.ops.cpu.library import Threads, find_library
@@ -78,7 +77,7 @@ class Work:
 
     name: str
     ops: list[structs.Op]
-    kept: list[object]
+    kept: Sequence[object]
     read_bytes: float
     flops: float
     by_reading: bool

@@ -41,6 +41,7 @@ from gtp_serve.refit import Publisher
 MIB = 1 << 20
 _MESSAGE = 32 * MIB
 _RECEIVER = 2
+_PHASES = ("open", "plan", "transfer", "verify")
 dist: Any = torch.distributed
 
 
@@ -141,10 +142,10 @@ def report(
     stalls = [one["stall_seconds"] for one in records]
     seconds = [one["seconds"]["total"] for one in records]
     speed = statistics.median(size / one["seconds"]["transfer"] for one in records)
-    longest = {name: statistics.median(one["seconds"].get(name, 0) for one in records) for name in records[-1]["seconds"]}
-    print({k: round(v,3) for k,v in longest.items()})
+    phases = {phase: statistics.median(one["seconds"].get(phase, 0.0) for one in records) for phase in _PHASES}
     print(
-        f"{name:12s} {len(records)} updates of {size / MIB:.0f} MiB, {statistics.median(seconds):.2f} s each;"
+        f"{name:12s} {len(records)} updates of {size / MIB:.0f} MiB, {statistics.median(seconds):.2f} s each"
+        f" ({', '.join(f'{phase} {1e3 * took:.0f} ms' for phase, took in phases.items())});"
         f" longest gap {1e3 * max(gaps):.0f} ms = median + {(max(gaps) - step) / step:.1f} steps,"
         f" stall {1e3 * max(stalls):.2f} ms = {max(stalls) / step:.3f} steps;"
         f" throughput meanwhile {meanwhile / rate:.2f} of undisturbed;"

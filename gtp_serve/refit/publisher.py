@@ -26,8 +26,8 @@ from gtp_serve.refit.orders import InFlight, Memory, Segment, StoredShard, Updat
 from gtp_serve.refit.outgoing import Stream, fill_segment
 from gtp_serve.refit.shared import num_bytes
 from gtp_serve.refit.trainers import TrainerRanks
-from gtp_serve.refit.transports.buckets import KeptExchange
 from gtp_serve.refit.transports.send import send
+from gtp_serve.refit.transports.session import Kept
 from gtp_serve.refit.transports.shares import sole_owners
 from gtp_serve.refit.transports.stores import Terms
 
@@ -94,7 +94,7 @@ class Publisher:
     :param url: of the server.
     :param key: its admin key, if it has one.
     :param transport: ``auto`` takes ``disk`` for a path, ``memory`` for a server on this machine, else ``distributed``.
-    :param bucket_bytes: most payload of one message; a rank holds two of them.
+    :param bucket_bytes: most payload of one message; a rank holds two of them, from its first push on.
     :param backend: of the group that trainer and engine form for an update.
     :param silent_seconds: after which a silent peer is given up.
     """
@@ -115,7 +115,7 @@ class Publisher:
         self._client = WeightsClient(url, key)
         self._transport = transport
         self._ranks = TrainerRanks(group)
-        self._kept = KeptExchange()
+        self._kept = Kept()
         self._bucket_bytes, self._backend, self._silent_seconds = bucket_bytes, backend, silent_seconds
 
     def push(

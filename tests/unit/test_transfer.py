@@ -28,7 +28,7 @@ from gtp_serve.refit.transports import session as session_module
 from gtp_serve.refit.transports.buckets import Bucket, check_digests, plan_exchange
 from gtp_serve.refit.transports.group import GroupReceiver
 from gtp_serve.refit.transports.send import Sent, send
-from gtp_serve.refit.transports.session import IN_FLIGHT
+from gtp_serve.refit.transports.session import IN_FLIGHT, Kept
 from gtp_serve.refit.transports.stores import Terms, open_store
 
 SEED = 7
@@ -62,10 +62,12 @@ def transfer(
     seconds: float = 60,
     announce: int = 0,
     silent_seconds: float = 2.0,
+    kept: Sequence[Kept | None] = (None,) * 8,
 ) -> Outcome:
     """All participants in threads.
 
     :param change: what is wrong with the trainers' shards.
+    :param kept: of each trainer rank.
     :param announce: trainers that are waited for and never come.
     """
     config = MODELS[model]
@@ -83,7 +85,7 @@ def transfer(
     )  # fmt: skip
 
     def give(rank: int) -> object:
-        return send(terms, rank, offer(ranks[rank]))
+        return send(terms, rank, offer(ranks[rank]), kept=kept[rank])
 
     def receive(rank: int) -> object:
         return receivers[rank].receive(
@@ -184,6 +186,46 @@ def test_no_more_than_two_buckets_are_held_and_none_is_above_the_bound(monkeypat
     assert outcome.errors == []
     assert len(sizes) == 2 * IN_FLIGHT
     assert max(sizes) <= 2048 + 16
+
+
+def test_buffers_are_used_again_after_a_transfer_that_went_well_and_after_no_other() -> None:
+    """One that broke off may leave an operation behind that still reads or writes them."""
+    kept = Kept()
+
+    def held() -> list[int]:
+        buffers = kept.take_buffers(2, 1)
+        kept.give_back(buffers)
+        return sorted(buffer.ctypes.data for buffer in buffers if buffer.size > 1)
+
+    seen = []
+    for _ in range(2):
+        outcome = transfer("wide, tied", Grid(), 1, bucket_bytes=1 << 17, kept=[kept])
+        assert outcome.wrong == [[]]
+        seen.append(held())
+    assert len(seen[0]) == IN_FLIGHT
+    assert seen[0] == seen[1]
+
+    broken = transfer("wide, tied", Grid(), 1, bucket_bytes=1 << 17, kept=[kept], offer=FailsLate)
+    assert broken.errors
+    assert held() == []
+
+
+class FailsLate(TensorOffer):
+    """After the first pieces."""
+
+    def copy(self, *args: Any) -> None:
+        self.copies = getattr(self, "copies", 0) + 1
+        if self.copies > 3:
+            raise UpdateFailed("gone", code="gone")
+        super().copy(*args)
+
+
+def test_a_smaller_buffer_is_not_taken_for_a_larger_one() -> None:
+    kept = Kept()
+    small = kept.take_buffers(2, 10)
+    kept.give_back(small)
+    assert all(new.size >= 11 for new in kept.take_buffers(2, 11))
+    assert kept.take_buffers(1, 5)[0] is not small[0]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from gtp_serve.layout.spans import Shape, Shard
 from gtp_serve.refit.apply import Target, apply_plan
 from gtp_serve.refit.digest import digest_bytes
 from gtp_serve.refit.orders import GroupOrder
-from gtp_serve.refit.transports.buckets import DIGEST_BYTES, Bucket, Exchange, KeptExchange, offsets
+from gtp_serve.refit.transports.buckets import DIGEST_BYTES, Bucket, Exchange, offsets
 from gtp_serve.refit.transports.meeting import Terms, open_store, take_part
-from gtp_serve.refit.transports.session import IN_FLIGHT, Session
+from gtp_serve.refit.transports.session import IN_FLIGHT, Kept, Session
 
 __all__ = ["GroupReceiver", "Received", "open_store", "receive"]
 
@@ -52,7 +52,7 @@ def receive(
     writing: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
     silent_seconds: float = 2.0,
-    kept: KeptExchange | None = None,
+    kept: Kept | None = None,
 ) -> Received:
     """Fill ``targets`` from the trainer ranks; returns, or raises, when everything has been let go of.
 
@@ -63,7 +63,7 @@ def receive(
     :param deadline: instant of ``time.monotonic``.
     :param cancelled: asked often, from the calling thread.
     :param writing: called once, from another thread, before the first byte of a target is written.
-    :param kept: what was decided last time.
+    :param kept: of this rank's transfer before.
     :param progress: told bytes so far and in all, from the calling thread.
     :raises UpdateFailed: for whatever reason the transfer ended early; a peer that is to blame is named.
     """
@@ -101,7 +101,7 @@ class GroupReceiver:
     def __init__(self, *, rank: int, size: int, silent_seconds: float = 2.0) -> None:
         self.rank, self.size, self.silent_seconds = rank, size, silent_seconds
         self._store: Any = None
-        self._kept = KeptExchange()
+        self._kept = Kept()
 
     def open(self, order: GroupOrder, host: str, deadline: float) -> GroupOrder:
         """Rank 0: open the store on one interface; the order with its place filled in.
@@ -210,7 +210,7 @@ class _Inbox:
         mine = [(number, one) for number, one in enumerate(exchange.buckets) if self.rank in one.receivers]
         session.total = sum(bucket.size for _, bucket in mine)
         longest = max((bucket.size for _, bucket in mine), default=0)
-        buffers = [np.empty(DIGEST_BYTES + longest, np.uint8) for _ in range(IN_FLIGHT)]
+        buffers = session.kept.take_buffers(min(IN_FLIGHT, len(mine)), DIGEST_BYTES + longest)
         waiting = [self._expect(session, buffers[at % IN_FLIGHT], mine, at) for at in range(min(IN_FLIGHT, len(mine)))]
         for at, (number, bucket) in enumerate(mine):
             session.check()
@@ -229,6 +229,7 @@ class _Inbox:
             session.advance(bucket.size)
             if at + IN_FLIGHT < len(mine):
                 waiting.append(self._expect(session, buffers[at % IN_FLIGHT], mine, at + IN_FLIGHT))
+        session.kept.give_back(buffers)
 
     def _origin(self, session: Session, bucket: Bucket) -> int:
         """Who hands this bucket to this rank."""

@@ -16,10 +16,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from gtp_serve.errors import GtpServeError, UpdateFailed
-from gtp_serve.refit.transports.buckets import KeptExchange
 from gtp_serve.refit.transports.liveness import Member, Silence, Verdict
 from gtp_serve.refit.transports.pulse import Pulse
-from gtp_serve.refit.transports.session import FORM_SECONDS, PeerLost, Session, Stopped
+from gtp_serve.refit.transports.session import FORM_SECONDS, Kept, PeerLost, Session, Stopped
 from gtp_serve.refit.transports.stores import CONNECT_SECONDS, Terms, cut_connections, open_store
 
 __all__ = ["Terms", "open_store", "take_part"]
@@ -38,7 +37,7 @@ def take_part(
     place: int,
     run: Callable[[Session], T],
     *,
-    kept: KeptExchange | None = None,
+    kept: Kept | None = None,
     device: str = "cpu",
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] | None = None,
@@ -46,7 +45,7 @@ def take_part(
     """Run one participant's part to its end.
 
     :param run: called in a thread of its own.
-    :param kept: what was decided last time, to be used again where the layout is the same.
+    :param kept: of this participant's transfer before.
     :param device: of this participant, for the nccl backend.
     :param cancelled: asked often, from this thread.
     :raises UpdateFailed: for whatever reason it ended early.
@@ -54,7 +53,7 @@ def take_part(
     members = _members(terms)
     me = msgspec.structs.replace(members.pop(place), pid=os.getpid(), host=socket.gethostname())
     pulse = Pulse(terms, place, me, members)
-    session = Session(terms, place, pulse, kept or KeptExchange(), device)
+    session = Session(terms, place, pulse, kept or Kept(), device)
     work = _Work(run, session)
     pulse.start()
     work.start()

@@ -13,9 +13,9 @@ import torch
 from gtp_serve.layout.spans import Shard
 from gtp_serve.refit.digest import digest_bytes
 from gtp_serve.refit.offer import Offer
-from gtp_serve.refit.transports.buckets import DIGEST_BYTES, Bucket, KeptExchange, offsets
+from gtp_serve.refit.transports.buckets import DIGEST_BYTES, Bucket, offsets
 from gtp_serve.refit.transports.meeting import Terms, take_part
-from gtp_serve.refit.transports.session import IN_FLIGHT, Session, Transfer
+from gtp_serve.refit.transports.session import IN_FLIGHT, Kept, Session, Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def send(
     rank: int,
     offer: Offer,
     *,
-    kept: KeptExchange | None = None,
+    kept: Kept | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sent:
@@ -72,7 +72,7 @@ class _Outbox:
     def _send(self, session: Session, shards: Sequence[Shard], mine: Sequence[tuple[int, Bucket]]) -> None:
         session.total = sum(bucket.size for _, bucket in mine)
         longest = max((bucket.size for _, bucket in mine), default=0)
-        buffers = [np.empty(DIGEST_BYTES + longest, np.uint8) for _ in range(min(IN_FLIGHT, len(mine)))]
+        buffers = session.kept.take_buffers(min(IN_FLIGHT, len(mine)), DIGEST_BYTES + longest)
         under_way: list[tuple[Transfer, Bucket]] = []
         for at, (number, bucket) in enumerate(mine):
             session.check()
@@ -84,6 +84,7 @@ class _Outbox:
             under_way.append((session.send(message, place, number), bucket))
         for one in under_way:
             _finish(session, one)
+        session.kept.give_back(buffers)
 
     def _fill(self, message: npt.NDArray[np.uint8], bucket: Bucket) -> None:
         payload = message[DIGEST_BYTES:]

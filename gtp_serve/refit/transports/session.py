@@ -59,6 +59,27 @@ class PeerLost(Exception):
         self.place, self.reason = place, reason
 
 
+class Kept:
+    """What one participant's transfers hand on to the next: a trainer pushes the same layout again and again."""
+
+    def __init__(self) -> None:
+        self.exchange = KeptExchange()
+        self._buffers: list[Buffer] = []
+
+    def take_buffers(self, count: int, size: int) -> list[Buffer]:
+        """So many buffers of at least so many bytes; nobody else has them until ``give_back``.
+
+        New memory costs as much as copying into it: the system zeroes each page.
+        """
+        large = [buffer for buffer in self._buffers if buffer.size >= size][:count]
+        self._buffers = []
+        return large + [np.empty(size, np.uint8) for _ in range(count - len(large))]
+
+    def give_back(self, buffers: Sequence[Buffer]) -> None:
+        """When all is done with them; after a failure a transport may still write, and they are not given back."""
+        self._buffers = list(buffers)
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One bucket under way."""
@@ -89,13 +110,12 @@ class Session:
     """One participant's part.
 
     :param place: in the group: trainer ranks first, then engine ranks.
-    :param kept: what was decided last time.
+    :param kept: of the transfer before.
     :param device: of this participant, where buckets go through a GPU (``nccl``).
     """
 
-    def __init__(self, terms: Terms, place: int, pulse: Pulse, kept: KeptExchange, device: str) -> None:
-        self.terms, self.place, self.pulse = terms, place, pulse
-        self._kept = kept
+    def __init__(self, terms: Terms, place: int, pulse: Pulse, kept: Kept, device: str) -> None:
+        self.terms, self.place, self.pulse, self.kept = terms, place, pulse, kept
         self.stop = threading.Event()
         self.sent_bytes = 0
         """Handed to the transport, digests included."""
@@ -142,7 +162,7 @@ class Session:
         mine = Manifest(shards=tuple(shards), shapes=dict(shapes) if self.place == self.terms.trainers else {})
         told = self._exchange("manifest", msgspec.json.encode(mine))
         self.open_seconds = time.monotonic() - began
-        exchange = self._kept.get(told, self.terms.bucket_bytes, lambda: self._decide(told))
+        exchange = self.kept.exchange.get(told, self.terms.bucket_bytes, lambda: self._decide(told))
         digests = self._exchange("plan", exchange.digest().encode())
         check_digests(exchange.digest(), {self.who(place): one.decode() for place, one in enumerate(digests)})
         return exchange
