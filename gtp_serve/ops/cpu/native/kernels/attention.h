@@ -96,8 +96,9 @@ struct Tile {
       block.low = std::max(first - start, int64_t{0}), block.high = std::min(latest + 1 - start, kKeyBlock);
       if (block.low < block.high) find(block);
       // What is not there may be asked for, as anything may.
-      for (int64_t key = 0; key < kKeyBlock; ++key)
-        if (key < block.low || key >= block.high) block.keys[key] = static_cast<const T*>(o.keys);
+      const auto* anything = static_cast<const T*>(o.keys);
+      std::fill(block.keys, block.keys + std::min(block.low, kKeyBlock), anything);
+      std::fill(block.keys + std::max<int64_t>(block.high, 0), block.keys + kKeyBlock, anything);
     };
     find_at(first / kKeyBlock * kKeyBlock, *now);
     for (; now->start < stop; std::swap(now, next)) {
