@@ -18,26 +18,37 @@ from gtp_serve.request import FinishReason, Request
 
 torch.set_num_threads(1)
 VOCAB, EOS = 273, 2
+MAX_CONTEXT = 4096
 
 
 class RandomDecoder:
-    """Logits that depend on nothing; a little in favour of what closes strings, lists and objects."""
+    """Noise for each place of each sequence, a little in favour of what closes strings, lists and objects.
+
+    A place's logits are the same whatever else is in the batch, so that it makes no difference to a reply how many
+    steps its grammar took to be compiled.
+    """
 
     def __init__(self) -> None:
         self._generator = torch.Generator()
-        self._generator.manual_seed(5)
         closing = {3 + byte for byte in b'"}],:'}
         self._bias = torch.tensor([4.0 * (token in closing) for token in range(VOCAB)])
 
     def forward(
         self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor], taps: Taps | None = None
     ) -> Tensor:
-        return torch.randn(len(batch.logit_rows_S), VOCAB, generator=self._generator) + self._bias
+        sequences, positions = batch.sequence_of_rows(), batch.positions_T.tolist()
+        first_blocks = batch.block_tables_SB[:, 0].tolist()
+        rows = [self._noise(first_blocks[sequences[row]], positions[row]) for row in batch.logit_rows_S.tolist()]
+        return torch.stack(rows) + self._bias
+
+    def _noise(self, block: int, position: int) -> Tensor:
+        self._generator.manual_seed(block * MAX_CONTEXT + position)
+        return torch.randn(VOCAB, generator=self._generator)
 
 
 def noise_engine(grammars: GrammarCompiler | None, *, context: int = 1200) -> Engine:
     """:param context: tokens of a prompt and its reply."""
-    model = replace(TINY_MODEL, vocab_size=VOCAB, vocab_rows=VOCAB, eos_token_ids=(EOS,), max_context=4096)
+    model = replace(TINY_MODEL, vocab_size=VOCAB, vocab_rows=VOCAB, eos_token_ids=(EOS,), max_context=MAX_CONTEXT)
     config = replace(engine_config(num_blocks=4000), model=model, max_context=context, max_running=64)
     pool = KVPool(
         num_layers=1, num_blocks=4000, block_size=4, num_kv_heads=1, head_dim=4, dtype=torch.float32, device="cpu"
