@@ -29,6 +29,7 @@ MODELS = {
     "dense": DENSE,
     "biased, with norms of heads": replace(DENSE, qkv_bias=True, qk_norm=True),
     "windowed": replace(DENSE, sliding_window=7),
+    "wide": replace(DENSE, num_layers=2, hidden_size=1304),
     "mixture": replace(DENSE, moe=MoeConfig(num_experts=6, top_k=2, ffn_size=24)),
     "mixture with a shared expert": replace(
         DENSE, moe=MoeConfig(num_experts=6, top_k=2, ffn_size=24, shared_ffn_size=40, shared_gate=True)
@@ -38,14 +39,14 @@ BLOCK, BLOCKS = 4, 64
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.12}
 
 
-def make(model: ModelConfig, dtype: torch.dtype, ops: Ops) -> tuple[Decoder, KVPool]:
+def make(model: ModelConfig, dtype: torch.dtype, ops: Ops, blocks: int = BLOCKS) -> tuple[Decoder, KVPool]:
     decoder = build_decoder(model, dtype=dtype, device="cpu", ops=ops)
     generator = torch.Generator().manual_seed(5)
     for target in decoder.targets():
         target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2)
     pool = KVPool(
         num_layers=model.num_layers,
-        num_blocks=BLOCKS + SCRATCH_BLOCKS,
+        num_blocks=blocks + SCRATCH_BLOCKS,
         block_size=BLOCK,
         num_kv_heads=decoder.num_kv_heads,
         head_dim=model.head_dim,
@@ -55,9 +56,9 @@ def make(model: ModelConfig, dtype: torch.dtype, ops: Ops) -> tuple[Decoder, KVP
     return decoder, pool
 
 
-def batch_of(parts: Sequence[tuple[int, int, int]], width: int = 8) -> Batch:
+def batch_of(parts: Sequence[tuple[int, int, int]], width: int = 8, blocks: int = BLOCKS) -> Batch:
     """Of each part: sequence (which owns ``width`` blocks), first position, tokens."""
-    tables = [[(1 + sequence * width + b) % BLOCKS for b in range(width)] for sequence, _, _ in parts]
+    tables = [[(1 + sequence * width + b) % blocks for b in range(width)] for sequence, _, _ in parts]
     tokens, positions, slots, starts = [], [], [], [0]
     for (sequence, first, count), table in zip(parts, tables, strict=True):
         for at in range(first, first + count):
@@ -131,6 +132,68 @@ def test_one_recorded_program_serves_every_number_of_rows_with_the_bits_of_eager
                 run(made, (sequence, 3 + sequence + step, 1))
         assert torch.equal(graphs.replay(batch_of(parts)), run(eager, *parts))
     assert graphs.replayed == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 130])
+def test_threads_that_share_a_long_context_see_its_newest_position_where_it_was_just_put(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    ops = native_ops(THREADS)
+    width, blocks = 200, 601
+    made = [make(replace(DENSE, sliding_window=window), dtype, ops, blocks) for _ in range(2)]
+    for layer in range(DENSE.num_layers):
+        for cache in ("keys", "values"):
+            one, other = (getattr(pool, cache)[layer] for _, pool in made)
+            one.normal_(generator=torch.Generator().manual_seed(layer))
+            other.copy_(one)
+    (eager, cached), (decoder, pool) = made
+    assert ops.recorder is not None
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[3], max_blocks=width)
+    assert graphs.capture_next()
+    for positions in ((0, 255, 511), (1, 256, 512), (300, 767, 768), (301,)):
+        batch = batch_of([(sequence, at, 1) for sequence, at in enumerate(positions)], width, blocks)
+        with torch.inference_mode():
+            expected = eager.forward(batch, cached.keys, cached.values)
+        assert torch.equal(graphs.replay(batch), expected)
+    for one, other in zip([*cached.keys, *cached.values], [*pool.keys, *pool.values], strict=True):
+        assert torch.equal(one[:-SCRATCH_BLOCKS], other[:-SCRATCH_BLOCKS])
+
+
+def test_an_operation_goes_into_the_next_where_nothing_else_needs_what_it_gives() -> None:
+    ops = native_ops(THREADS)
+    recorder = ops.recorder
+    assert recorder is not None
+    generator = torch.Generator().manual_seed(2)
+    x_TD, weight_D, weight_OD = (torch.randn(shape, generator=generator) for shape in ((6, 32), (32,), (32, 32)))
+    inputs = {x_TD.data_ptr(): 0}
+
+    def used_twice() -> Tensor:
+        normed_TD = ops.rms_norm(x_TD, weight_D, 1e-5)
+        return ops.add_shared(normed_TD, ops.linear(normed_TD, weight_OD), None)
+
+    def summed() -> Tensor:
+        normed_TD, total_TD = ops.add_rms_norm(x_TD, x_TD, weight_D, 1e-5)
+        return ops.add_shared(total_TD, ops.linear(normed_TD, weight_OD), None)
+
+    def of_heads() -> Tensor:
+        normed = ops.rms_norm(x_TD.view(6, 4, 8), weight_D[:8], 1e-5)
+        return ops.linear(normed.flatten(1), weight_OD)
+
+    def kept() -> Tensor:
+        normed_TD = ops.rms_norm(x_TD, weight_D, 1e-5)
+        ops.linear(normed_TD, weight_OD)
+        return normed_TD
+
+    steps = [lambda: ops.linear(ops.rms_norm(x_TD, weight_D, 1e-5), weight_OD), summed, used_twice, of_heads, kept]
+    for step, length in zip(steps, (1, 2, 3, 2, 2), strict=True):
+        program, output = recorder.record(step, inputs)
+        expected = step()
+        for rows in (6, 1, 4):
+            output.fill_(torch.nan)
+            program.run(rows)
+            assert torch.equal(output[:rows], expected[:rows])
+        assert len(program) == length  # type: ignore[arg-type]
 
 
 def test_weights_that_change_in_place_are_read_by_the_next_replay() -> None:

@@ -7,9 +7,9 @@ the same time are laid on top of one another, so that a step of many layers stay
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from ctypes import c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtp_serve.errors import EngineFault
+from gtp_serve.ops.cpu.joining import join
 from gtp_serve.ops.cpu.library import Threads, addresses_of
 from gtp_serve.ops.cpu.structs import Op
 
@@ -57,8 +58,8 @@ class _Buffer:
 
     memory: Tensor
     counter: int
-    first_use: int
-    last_use: int = -1
+    uses: list[int] = field(default_factory=list)
+    """Numbers of the operations that write or read it, ascending."""
 
     @property
     def start(self) -> int:
@@ -88,7 +89,7 @@ class Recording:
         memory = torch.empty(tuple(shape), dtype=dtype)
         start = memory.data_ptr()
         counter = self.counter_of(like)
-        self._buffers[start] = _Buffer(memory=memory, counter=counter, first_use=len(self._ops))
+        self._buffers[start] = _Buffer(memory=memory, counter=counter)
         bisect.insort(self._starts, start)
         return memory
 
@@ -107,10 +108,6 @@ class Recording:
 
     def append(self, op: Op, tensors: Sequence[Tensor]) -> None:
         """One more; ``tensors`` stay alive as long as the program."""
-        for name in op.POINTERS:
-            buffer = self._buffer_at(getattr(op, name))
-            if buffer is not None:
-                buffer.last_use = len(self._ops)
         self._ops.append(op)
         self._kept += [tensor for tensor in tensors if self._buffer_at(tensor.data_ptr()) is None]
 
@@ -132,25 +129,48 @@ class Recording:
         """
         self.keep(output)
         mine = [self._buffer_at(result.data_ptr()) for result in self._results]
-        if any(buffer is None or buffer.last_use < 0 for buffer in mine):
+        self._find_uses()
+        if any(buffer is None or not buffer.uses for buffer in mine):
             raise EngineFault("a recorded step's result comes from elsewhere", code="internal")
-        arena = self._overlay([buffer for buffer in self._buffers.values() if not any(buffer is own for own in mine)])
+        kept = {id(buffer) for buffer in mine}
+        self._ops = join(self._ops, lambda address: self._is_read_once(address, kept))
+        self._find_uses()
+        arena = self._overlay([b for b in self._buffers.values() if b.uses and id(b) not in kept])
         return Program(self._ops, [*self._kept, *self._results, arena], threads)
+
+    def _find_uses(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.uses = []
+        for number, op in enumerate(self._ops):
+            for part, name in _pointers_in(op):
+                used = self._buffer_at(getattr(part, name))
+                if used is not None and number not in used.uses[-1:]:
+                    used.uses.append(number)
+
+    def _is_read_once(self, address: int, kept: Container[int]) -> bool:
+        buffer = self._buffer_at(address)
+        return buffer is not None and len(buffer.uses) == 2 and id(buffer) not in kept
 
     def _overlay(self, buffers: list[_Buffer]) -> Tensor:
         """Move these buffers into one piece of memory, and the operations' addresses with them."""
-        places = place([(b.first_use, b.last_use, b.size) for b in buffers])
+        places = place([(b.uses[0], b.uses[-1], b.size) for b in buffers])
         total = max((at + b.size for at, b in zip(places, buffers, strict=True)), default=0)
         arena = torch.empty(total + _ALIGNMENT, dtype=torch.uint8)
         base = -(-arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         moved = {id(b): base + at - b.start for at, b in zip(places, buffers, strict=True)}
         for op in self._ops:
-            for name in op.POINTERS:
-                address = getattr(op, name)
+            for part, name in _pointers_in(op):
+                address = getattr(part, name)
                 buffer = self._buffer_at(address)
                 if buffer is not None and id(buffer) in moved:
-                    setattr(op, name, address + moved[id(buffer)])
+                    setattr(part, name, address + moved[id(buffer)])
         return arena
+
+
+def _pointers_in(op: Op) -> Iterator[tuple[Op, str]]:
+    for part in op.parts():
+        for name in part.POINTERS:
+            yield part, name
 
 
 def place(lives: Sequence[tuple[int, int, int]]) -> list[int]:

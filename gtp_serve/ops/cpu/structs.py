@@ -29,9 +29,20 @@ class Op(Structure):
     _fields_ = _whole("kind counter rows")
     counter: int
     rows: int
+    joined: Op | None = None
+    """The operation that is carried out within this one, ahead of it."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(kind=self.KIND, **values)
+
+    def join(self, earlier: Op) -> None:
+        """Carry out an operation within this one, of a kind that has the field ``before``."""
+        self.joined = earlier  # its memory must stay
+        self.before = ctypes.addressof(earlier)
+
+    def parts(self) -> list[Op]:
+        """This operation and what is carried out within it."""
+        return [self] if self.joined is None else [self.joined, self]
 
 
 class Gather(Op):
@@ -55,12 +66,12 @@ class Norm(Op):
 
 
 class Linear(Op):
-    """``x @ weight.T``, scaled, with bias, with SwiGLU, and with what greedy choice needs of it."""
+    """``x @ weight.T``, scaled, with bias, with SwiGLU, with what greedy choice needs of it, and after a norm."""
 
     KIND = 2
     POINTERS = ("x", "weight", "bias", "scale", "out", "partials")
     _fields_ = [
-        *_whole("x weight bias scale out partials"),
+        *_whole("x weight bias scale out partials before"),
         *_whole("in_size out_size x_row weight_row out_row dtype weight_dtype out_dtype swiglu vocab"),
     ]
 
@@ -77,12 +88,12 @@ class Rope(Op):
 
 
 class Attention(Op):
-    """Attention over the paged cache."""
+    """Attention over the paged cache, and the rotation before it."""
 
     KIND = 4
     POINTERS = ("q", "keys", "values", "out", "tables", "starts", "positions")
     _fields_ = [
-        *_whole("q keys values out tables starts positions"),
+        *_whole("q keys values out tables starts positions before"),
         *_whole("sequences table_row heads kv_heads size q_row block_size num_blocks window max_context dtype"),
         ("scale", c_double),
     ]

@@ -48,12 +48,14 @@ struct NormOp : Op {
 
 // out = x @ weight.T (* scale per weight row) (+ bias).  With `swiglu` the weight is gate above up, out_size counts
 // both, and out has silu(gate) * up.  `partials` (null or [rows, blocks of kHeadBlock] Partial) takes what greedy
-// choice needs of each block of outputs.
+// choice needs of each block of outputs.  With `before`, x is what that norm gives (one vector in each row), which is
+// found here instead: x and its `out` are null.
 struct LinearOp : Op {
   const void *x, *weight, *bias;
   const float* scale;
   void* out;
   void* partials;
+  const NormOp* before;
   int64_t in_size, out_size, x_row, weight_row, out_row, dtype, weight_dtype, out_dtype, swiglu, vocab;
 };
 
@@ -75,11 +77,14 @@ struct RopeOp : Op {
 };
 
 // Of each row over the cached keys of its sequence.  Sequence s owns rows starts[s] to starts[s + 1] (starts null:
-// row s), the row at position p sees positions p - window + 1 (window 0: from 0) to p.
+// row s), the row at position p sees positions p - window + 1 (window 0: from 0) to p.  With `before` (starts null) the
+// queries are what that rotation gives, which is carried out here instead: q and its `out_q` are null, and each row's
+// slot is that of its position, which no other row sees.
 struct AttentionOp : Op {
   const void *q, *keys, *values;
   void* out;
   const int64_t *tables, *starts, *positions;
+  const RopeOp* before;
   int64_t sequences, table_row, heads, kv_heads, size, q_row, block_size, num_blocks, window, max_context, dtype;
   double scale;
 };

@@ -77,11 +77,19 @@ struct Tile {
 
   void load_queries() const {
     for (int64_t i = 0; i < queries; ++i) {
-      const T* q = static_cast<const T*>(o.q) + (row + i / group) * o.q_row + (kv * group + i % group) * o.size;
+      const int64_t head = kv * group + i % group;
+      auto* rotated = reinterpret_cast<T*>(memory.all_mixed);  // not in use yet
+      if (o.before) rotate_query(*o.before, row + i / group, head, rotated);
+      const T* q = o.before ? rotated : static_cast<const T*>(o.q) + (row + i / group) * o.q_row + head * o.size;
       float* wide = memory.q + i * memory.q_row;
       for (int64_t e = 0; e < o.size; ++e) wide[e] = widen(q[e]);
       std::fill(wide + o.size, wide + memory.q_row, 0.0f);
     }
+  }
+
+  // What the rows bring of this KV head, if it was not put into the cache before.
+  void cache() const {
+    for (int64_t i = 0; o.before && i < rows; ++i) cache_head<T>(*o.before, row + i, kv);
   }
 
   // Sums over the positions of one split; false where no row sees any.
@@ -229,6 +237,7 @@ struct Tile {
 
   // The whole tile by one thread.
   void attend() const {
+    cache();
     load_queries();
     const float nothing = -std::numeric_limits<float>::infinity();
     const auto size = static_cast<size_t>(memory.mixed_row);
@@ -312,6 +321,8 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
     for (int64_t piece; (piece = context.next()) < cut.tiles * cut.splits * o.kv_heads;) {
       const int64_t split = piece / o.kv_heads % cut.splits;
       tile_at(piece / o.kv_heads / cut.splits, piece % o.kv_heads, [&](const Tile<T>& tile) {
+        // Who sees the row's own position, which is in its last split, puts it there.
+        if (std::clamp<int64_t>(tile.latest / kSplit, 0, cut.splits - 1) == split) tile.cache();
         tile.load_queries();
         if (!tile.sum_split(split)) return;
         for (int64_t i = 0; i < tile.queries; ++i) {

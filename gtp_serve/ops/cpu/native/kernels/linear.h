@@ -27,7 +27,7 @@ struct LinearPlan {
   bool alone;
   int64_t columns, rows;     // of a piece
   int64_t row_blocks, pieces;
-  size_t x_bytes, y_bytes;
+  size_t x_bytes, y_bytes, norm_bytes;
 };
 
 constexpr size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -47,6 +47,7 @@ inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) 
   plan.pieces = (plan.outputs + plan.columns - 1) / plan.columns * plan.row_blocks;
   plan.x_bytes = padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
   plan.y_bytes = padded_bytes((plan.rows * plan.parts * plan.columns + kLanes) * sizeof(float));  // read in whole vectors
+  plan.norm_bytes = o.before ? 2 * padded_bytes(o.in_size * sizeof(float)) : 0;
   return plan;
 }
 
@@ -93,7 +94,18 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
   using Packed = typename O::Packed;
   const LinearPlan plan = plan_linear<O>(o, context.rows, context.threads);
   const auto arrange = [&](int64_t row, Packed* to) {
-    arrange_row<O>(static_cast<const T*>(o.x) + row * o.x_row, o.in_size, to + row * plan.x_row);
+    const T* from;
+    if (o.before) {
+      uint8_t* const memory = context.own + (plan.alone ? plan.x_bytes : 0) + plan.y_bytes;
+      auto *normed = reinterpret_cast<T*>(memory), *sums = reinterpret_cast<T*>(memory + plan.norm_bytes / 2);
+      // Where each thread finds all rows for itself, one of them leaves the sums for later operations.
+      if (!plan.alone || context.thread == 0) sums = static_cast<T*>(o.before->total) + row * o.before->total_row;
+      norm_row(*o.before, row, sums, normed);
+      from = normed;
+    } else {
+      from = static_cast<const T*>(o.x) + row * o.x_row;
+    }
+    arrange_row<O>(from, o.in_size, to + row * plan.x_row);
   };
   auto* x = reinterpret_cast<Packed*>(plan.alone ? context.own : context.shared);
   if (!plan.alone && context.phase == 0) {
@@ -150,7 +162,8 @@ inline LinearPlan plan_of(const LinearOp& o, int64_t rows, int64_t threads) {
 
 inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {
   const LinearPlan plan = plan_of(static_cast<const LinearOp&>(op), rows, threads);
-  return plan.alone ? Scratch{0, plan.x_bytes + plan.y_bytes} : Scratch{plan.x_bytes, plan.y_bytes};
+  const size_t own = plan.y_bytes + plan.norm_bytes;
+  return plan.alone ? Scratch{0, plan.x_bytes + own} : Scratch{plan.x_bytes, own};
 }
 
 inline int linear_phases(const Op& op, int64_t rows) {

@@ -43,25 +43,26 @@ inline void norm_one(const T* x, const T* weight, T* out, int64_t size, float ep
   });
 }
 
+// One row, to `out`; its sum with delta, if there is one, to `sums`.
+template <class T>
+inline void norm_row(const NormOp& o, int64_t row, T* sums, T* out) {
+  const T* from = static_cast<const T*>(o.x) + row * o.x_row;
+  if (o.delta) {
+    const T* added = static_cast<const T*>(o.delta) + row * o.delta_row;
+    each_vector<T>(o.size, [&](int64_t at, auto read, auto write) {
+      write(sums + at, add(read(from + at), read(added + at)));
+    });
+    from = sums;
+  }
+  for (int64_t inner = 0; inner < o.inner; ++inner)
+    norm_one(from + inner * o.x_inner, static_cast<const T*>(o.weight), out + inner * o.out_inner, o.size,
+             static_cast<float>(o.eps));
+}
+
 template <class T>
 inline void norm_rows(const NormOp& o, const Context& context) {
-  const auto *x = static_cast<const T*>(o.x), *delta = static_cast<const T*>(o.delta);
-  const auto* weight = static_cast<const T*>(o.weight);
-  auto *out = static_cast<T*>(o.out), *total = static_cast<T*>(o.total);
-  for (int64_t row; (row = context.next()) < context.rows;) {
-    const T* from = x + row * o.x_row;
-    if (delta) {
-      T* sums = total + row * o.total_row;
-      const T* added = delta + row * o.delta_row;
-      each_vector<T>(o.size, [&](int64_t at, auto read, auto write) {
-        write(sums + at, add(read(from + at), read(added + at)));
-      });
-      from = sums;
-    }
-    for (int64_t inner = 0; inner < o.inner; ++inner)
-      norm_one(from + inner * o.x_inner, weight, out + row * o.out_row + inner * o.out_inner, o.size,
-               static_cast<float>(o.eps));
-  }
+  for (int64_t row; (row = context.next()) < context.rows;)
+    norm_row(o, row, static_cast<T*>(o.total) + row * o.total_row, static_cast<T*>(o.out) + row * o.out_row);
 }
 
 inline void norm(const Op& op, const Context& context) {

@@ -15,20 +15,30 @@ inline void rotate_head(const T* x, const T* cos, const T* sin, T* out, int64_t 
 }
 
 template <class T>
-inline void rope_rows(const RopeOp& o, const Context& context) {
-  const auto *q = static_cast<const T*>(o.q), *k = static_cast<const T*>(o.k), *v = static_cast<const T*>(o.v);
+inline void rotate_query(const RopeOp& o, int64_t row, int64_t head, T* out) {
   const auto *cos = static_cast<const T*>(o.cos), *sin = static_cast<const T*>(o.sin);
-  auto *out = static_cast<T*>(o.out_q), *keys = static_cast<T*>(o.keys), *values = static_cast<T*>(o.values);
-  const int64_t half = o.size / 2, width = o.kv_heads * o.size;
+  rotate_head(static_cast<const T*>(o.q) + row * o.q_row + head * o.size, cos + row * o.cos_row, sin + row * o.cos_row,
+              out, o.size / 2);
+}
+
+// A row's key and value of one KV head, to its slot; nowhere if there is no such slot.
+template <class T>
+inline void cache_head(const RopeOp& o, int64_t row, int64_t head) {
+  const auto *cos = static_cast<const T*>(o.cos), *sin = static_cast<const T*>(o.sin);
+  const int64_t slot = o.slots[row], at = (slot * o.kv_heads + head) * o.size;
+  if (slot < 0 || slot >= o.num_slots) return;
+  rotate_head(static_cast<const T*>(o.k) + row * o.k_row + head * o.size, cos + row * o.cos_row, sin + row * o.cos_row,
+              static_cast<T*>(o.keys) + at, o.size / 2);
+  std::memcpy(static_cast<T*>(o.values) + at, static_cast<const T*>(o.v) + row * o.v_row + head * o.size,
+              o.size * sizeof(T));
+}
+
+template <class T>
+inline void rope_rows(const RopeOp& o, const Context& context) {
   for (int64_t row; (row = context.next()) < context.rows;) {
-    const T *c = cos + row * o.cos_row, *s = sin + row * o.cos_row;
     for (int64_t head = 0; head < o.heads; ++head)
-      rotate_head(q + row * o.q_row + head * o.size, c, s, out + (row * o.heads + head) * o.size, half);
-    const int64_t slot = o.slots[row];
-    if (slot < 0 || slot >= o.num_slots) continue;
-    for (int64_t head = 0; head < o.kv_heads; ++head)
-      rotate_head(k + row * o.k_row + head * o.size, c, s, keys + slot * width + head * o.size, half);
-    std::memcpy(values + slot * width, v + row * o.v_row, width * sizeof(T));
+      rotate_query<T>(o, row, head, static_cast<T*>(o.out_q) + (row * o.heads + head) * o.size);
+    for (int64_t head = 0; head < o.kv_heads; ++head) cache_head<T>(o, row, head);
   }
 }
 
