@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gtp_serve.engine.step import NO_TOKEN, StepResult
+from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.table import RecordedStep, Recorder
 
 _WARM_UPS = 2
@@ -68,28 +72,61 @@ class EagerStep:
 class NativeCapture:
     """Programs of native CPU ops, which compute exactly the rows that there are."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, vocab_size: int) -> None:
+        self._recorder, self._vocab_size = recorder, vocab_size
 
     def warm_up(self, step: Callable[[], Tensor]) -> None:
         """Nothing to do."""
 
     def record(self, step: Callable[[], Tensor], inputs: Sequence[Tensor]) -> NativeStep:
-        """One program for any number of sequences up to the inputs'."""
-        return NativeStep(*self._recorder.record(step, {tensor.data_ptr(): 0 for tensor in inputs}))
+        """One program for any number of sequences up to the inputs', which can also choose their next tokens."""
+        chosen: list[Greedy] = []
+
+        def step_and_choice() -> Tensor:
+            logits = step()
+            chosen.append(self._recorder.greedy(logits, self._vocab_size))
+            return logits
+
+        program, output = self._recorder.record(step_and_choice, {tensor.data_ptr(): 0 for tensor in inputs})
+        return NativeStep(program, output, Choices(*(part.numpy() for part in chosen[0])))
+
+
+class Choices(NamedTuple):
+    """The memory of a ``Greedy``."""
+
+    token_ids_S: NDArray[np.int64]
+    logprobs_S: NDArray[np.float32]
+    finite_S: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeStep:
-    """A program and its result."""
+    """A program, its logits, and the most probable tokens."""
 
     program: RecordedStep
     output: Tensor
+    choices: Choices
 
     def replay(self, count: int) -> Tensor:
         """See ``Recorded``."""
         self.program.run(count)
         return self.output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeStep:
+    """A step with its choice of tokens, which whoever waits for it carries out."""
+
+    step: NativeStep
+    count: int
+
+    def wait(self) -> StepResult:
+        """See ``Pending``."""
+        self.step.program.run(self.count, self.count)
+        token_ids, logprobs, finite = (part[: self.count].tolist() for part in self.step.choices)
+        if not all(finite):
+            token_ids = [token if fine else NO_TOKEN for token, fine in zip(token_ids, finite, strict=True)]
+        return StepResult(token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 class CudaCapture:

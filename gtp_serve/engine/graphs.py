@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
-from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, Recorded
+from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, NativeStep, Recorded, WholeStep
+from gtp_serve.engine.step import Pending, StepItem, StepPlan
 from gtp_serve.errors import UsageError
 from gtp_serve.kv.blocks import blocks_for
 from gtp_serve.kv.pool import KVPool
@@ -79,9 +80,13 @@ class StaticInputs:
             block_tables_SB=self._tables_SB,
             logit_rows_S=torch.arange(size, device=device),
         )
+        if device.type == "cpu":
+            self._arrays = self._columns_3S.numpy(), self._tables_SB.numpy()
         self._attention: FixedAttention | None = None
         self._used = 0
         """Rows that hold what the last batch put there."""
+        self._tables: list[tuple[int, ...]] = [()] * size
+        """The block table that ``put`` left in each row, while it is there."""
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -97,12 +102,13 @@ class StaticInputs:
     def load(self, batch: Batch) -> None:
         """Put a batch into the first rows and padding into the others; two copies to a GPU, neither waited for."""
         count, width = batch.block_tables_SB.shape
+        self._tables = [()] * len(self._tables)
         rows = (batch.token_ids_T, batch.positions_T, batch.slots_T)
         if self._columns_3S.device.type == "cpu":
             # At once, by numpy, which needs less time than torch for so little.
             columns, table = [row.numpy() for row in rows], batch.block_tables_SB.numpy()
             stale = slice(count, max(count, self._used))  # where the last batch was
-            self._put(columns, table, self._columns_3S.numpy(), self._tables_SB.numpy()[:, :width], stale)
+            self._put(columns, table, self._arrays[0], self._arrays[1][:, :width], stale)
         else:
             columns_3S = self._staging(self._columns_3S.shape, batch)
             tables_SB = self._staging((self._tables_SB.shape[0], width), batch)
@@ -112,6 +118,23 @@ class StaticInputs:
         self._used = count
         if self._attention is not None:
             self._attention.load(batch.context_lens)
+
+    def put(self, items: Sequence[StepItem], block_size: int) -> None:
+        """Single tokens into the first rows, on a CPU, for a step that computes no others.
+
+        :param items: of a plan; their block tables are no longer than the buffers'.
+        """
+        count = len(items)
+        columns_3S, tables_SB = self._arrays
+        columns_3S[:, :count] = (
+            [item.token_ids[0] for item in items],
+            [item.start for item in items],
+            [item.block_table[item.start // block_size] * block_size + item.start % block_size for item in items],
+        )
+        for row, item in enumerate(items):
+            table = item.block_table
+            if self._tables[row] != table:  # few change from one step to the next
+                tables_SB[row, : len(table)] = self._tables[row] = table
 
     def _put(self, columns: Sequence[Any], table: Any, columns_3S: Any, tables_SB: Any, padded: slice) -> None:
         """A batch's columns and block table into the first rows of arrays or tensors, padding into others."""
@@ -288,6 +311,19 @@ class DecodeGraphs:
         self.ran_eagerly += 1
         return self._model.forward(batch.to(self._device), keys, values, taps)
 
+    def whole(self, plan: StepPlan) -> Pending | None:
+        """See ``runner.WholePass``."""
+        count = len(plan.items)
+        size = self._size_for(count)
+        bucket = None if size is None or self._together is not alone else self._buckets[size]
+        if bucket is None or not isinstance(bucket.step, NativeStep):
+            return None
+        if max(len(item.block_table) for item in plan.items) > self._max_blocks:
+            return None
+        bucket.inputs.put(plan.items, plan.block_size)
+        self.replayed += 1
+        return WholeStep(bucket.step, count)
+
     def targets(self) -> list[Target]:
         """The model's parameters."""
         return self._model.targets()
@@ -345,7 +381,7 @@ def build_graphs(
         raise ValueError(f"{pool.num_blocks} blocks in the pool, {config.cache.num_blocks} in the configuration")
     recorder = decoder.placement.ops.recorder
     if capture is None:
-        capture = CudaCapture(config.device) if recorder is None else NativeCapture(recorder)
+        capture = CudaCapture(config.device) if recorder is None else NativeCapture(recorder, config.model.vocab_size)
     return DecodeGraphs(
         decoder,
         pool,

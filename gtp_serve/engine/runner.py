@@ -17,7 +17,7 @@ from gtp_serve.config import EngineConfig
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.inputs import build_batch
 from gtp_serve.engine.sampler import PendingTokens, Sampler
-from gtp_serve.engine.step import StepPlan
+from gtp_serve.engine.step import Pending, StepPlan
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps
 from gtp_serve.ops.greedy import Greedy
@@ -53,6 +53,19 @@ class CapturedPass(ForwardPass, Protocol):
         ...
 
 
+@runtime_checkable
+class WholePass(Protocol):
+    """A decoder with recorded steps that choose tokens too."""
+
+    def whole(self, plan: StepPlan) -> Pending | None:
+        """A step of single tokens, each of which is followed by the most probable one.
+
+        :returns: what carries it out when it is waited for, before anything else is asked of the decoder; None where
+            no such step is recorded.
+        """
+        ...
+
+
 class ModelRunner:
     """Runs plans on one decoder and one KV pool, on the device of the configuration.
 
@@ -76,6 +89,7 @@ class ModelRunner:
         self._pool = pool
         self._config = config
         self._together = together
+        self._whole = decoder.whole if isinstance(decoder, WholePass) else None
         self._sampler = Sampler(
             vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy
         )
@@ -100,6 +114,12 @@ class ModelRunner:
         if taps is None:
             return self._decoder.forward(batch, *cache)
         return self._decoder.forward(batch, *cache, taps)
+
+    def whole(self, plan: StepPlan) -> Pending | None:
+        """See ``Waiting``: greedy steps of single tokens, where the decoder has recorded them with their choice."""
+        if self._whole is None or not self._sampler.is_plain(plan):
+            return None
+        return self._whole(plan)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gtp_serve.request import LogprobOptions, SamplingParams, TopLogprobs
 
@@ -183,4 +183,13 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step.  Exceptions from here or from ``wait`` cost the plan's requests, not the engine."""
+        ...
+
+
+@runtime_checkable
+class Waiting(Runner, Protocol):
+    """A runner some of whose steps are best carried out by whoever waits for them."""
+
+    def whole(self, plan: StepPlan) -> Pending | None:
+        """Get such a step ready, to be computed in ``wait``; None: this one is not of them."""
         ...

@@ -1,4 +1,5 @@
-"""A thread for runners whose ``launch`` computes (a CPU): the engine's caller goes on while a step is under way.
+"""A thread for runners whose ``launch`` computes (a CPU): the engine's caller goes on while a step is under way, unless
+the runner has a better way to compute it.
 
 torch lets go of the interpreter's lock inside each operation, so the two run side by side.
 """
@@ -10,7 +11,7 @@ import weakref
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-from gtp_serve.engine.step import Pending, Runner, StepPlan, StepResult
+from gtp_serve.engine.step import Pending, Runner, StepPlan, StepResult, Waiting
 
 _Jobs = SimpleQueue[tuple["Future[StepResult]", StepPlan] | None]
 
@@ -23,11 +24,18 @@ class InThread:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._whole = runner.whole if isinstance(runner, Waiting) else None
         self._jobs: _Jobs = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Hand the plan over; what ``launch`` or ``wait`` of the other runner raise comes out of ``wait``."""
+        """Hand the plan over; what ``launch`` or ``wait`` of the other runner raise comes out of ``wait``.
+
+        A step that leaves Python nothing to do stays with the caller: to hand it to a thread and its result back, while
+        the caller has the interpreter, costs more than goes on beside it.
+        """
+        if self._whole is not None and (pending := self._whole(plan)) is not None:
+            return pending
         if self._thread is None:
             self._thread = _start(self._runner, self._jobs)
             weakref.finalize(self, _end, self._thread, self._jobs)

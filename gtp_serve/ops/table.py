@@ -24,7 +24,7 @@ class RecordedStep(Protocol):
     def run(self, *rows: int) -> None:
         """Carry them out.
 
-        :param rows: tokens, and rows whose logits are wanted, of this run; at most as many as were recorded.
+        :param rows: of the inputs, and those whose best token is wanted; at most as many as were recorded.
         """
         ...
 
@@ -38,6 +38,10 @@ class Recorder(Protocol):
         :param inputs: by its address, which of the numbers given to ``run`` is the number of rows of an input.
         :raises EngineFault: part of the step is no operation of this table.
         """
+        ...
+
+    def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
+        """As ``Ops.greedy``; while a step is recorded, a part of it, with a number of rows of its own."""
         ...
 
 

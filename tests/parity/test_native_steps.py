@@ -120,7 +120,7 @@ def test_one_recorded_program_serves_every_number_of_rows_with_the_bits_of_eager
     ops = native_ops(THREADS)
     eager, (decoder, pool) = make(model, dtype, ops), make(model, dtype, ops)
     assert ops.recorder is not None
-    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[7], max_blocks=8)
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder, DENSE.vocab_size), sizes=[7], max_blocks=8)
     assert graphs.capture_next()
     assert graphs.failures == {}
     for made in (eager, (decoder, pool)):
@@ -149,7 +149,7 @@ def test_threads_that_share_a_long_context_see_its_newest_position_where_it_was_
             other.copy_(one)
     (eager, cached), (decoder, pool) = made
     assert ops.recorder is not None
-    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[3], max_blocks=width)
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder, DENSE.vocab_size), sizes=[3], max_blocks=width)
     assert graphs.capture_next()
     for positions in ((0, 255, 511), (1, 256, 512), (300, 767, 768), (301,)):
         batch = batch_of([(sequence, at, 1) for sequence, at in enumerate(positions)], width, blocks)
@@ -200,7 +200,7 @@ def test_weights_that_change_in_place_are_read_by_the_next_replay() -> None:
     ops = native_ops(THREADS)
     decoder, pool = make(DENSE, torch.float32, ops)
     assert ops.recorder is not None
-    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[2], max_blocks=8)
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder, DENSE.vocab_size), sizes=[2], max_blocks=8)
     graphs.capture_next()
     before = graphs.replay(batch_of([(0, 0, 1)])).clone()
     for target in decoder.targets():
@@ -259,7 +259,7 @@ def test_a_greedy_choice_reads_what_the_head_found_out_eagerly_and_recorded(dtyp
     ops = native_ops(THREADS)
     decoder, pool = make(replace(DENSE, vocab_size=200, vocab_rows=200), dtype, ops)
     assert ops.recorder is not None
-    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder), sizes=[5], max_blocks=8)
+    graphs = DecodeGraphs(decoder, pool, NativeCapture(ops.recorder, DENSE.vocab_size), sizes=[5], max_blocks=8)
     graphs.capture_next()
     eager = run((decoder, pool), (0, 0, 3), (1, 0, 4))
     for logits in (eager, graphs.replay(batch_of([(0, 3, 1), (1, 4, 1), (2, 0, 1)])), eager + 1):

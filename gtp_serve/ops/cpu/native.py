@@ -14,7 +14,7 @@ from torch import Tensor
 from gtp_serve.ops.batch import AttentionPlan, Batch
 from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.library import Threads
-from gtp_serve.ops.cpu.recording import OnlyRecorded, Program, Recording
+from gtp_serve.ops.cpu.recording import CHOICES, OnlyRecorded, Program, Recording
 from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.table import REFERENCE, Ops
 
@@ -290,10 +290,13 @@ class Native:
         return out
 
     def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
-        """See ``ops.greedy``."""
+        """See ``ops.greedy``; recorded, it is done for so many rows as CHOICES says."""
         count, vocab_size = logits.shape[0], min(vocab_size, logits.shape[1])
-        token_ids, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
-        finite = torch.empty(count, dtype=torch.bool)
+        recording = self._recording
+        token_ids, logprobs, finite = (
+            torch.empty(count, dtype=dtype) if recording is None else recording.allocate((count,), dtype, CHOICES)
+            for dtype in (torch.int64, torch.float32, torch.bool)
+        )
         known = self._summaries.get(logits.data_ptr())
         fits = known is not None and known.logits.shape[1] == vocab_size and known.logits.stride(0) == logits.stride(0)
         op = structs.Greedy(
@@ -303,7 +306,13 @@ class Native:
             vocab=vocab_size,
             logits_row=logits.stride(0),
         )
-        self.threads.run([op])
+        if recording is None:
+            self.threads.run([op])
+        else:
+            op.counter = CHOICES
+            recording.append(op, (logits,))
+            for result in (token_ids, logprobs, finite):
+                recording.keep(result)
         return Greedy(token_ids, logprobs, finite)
 
     # -- carrying out ------------------------------------------------------------------------------
@@ -312,7 +321,7 @@ class Native:
         """Memory for a result with as many rows as ``like``."""
         if self._recording is None:
             return torch.empty(tuple(shape), dtype=dtype)
-        return self._recording.allocate(shape, dtype, like)
+        return self._recording.allocate(shape, dtype, self._recording.counter_of(like))
 
     def _emit(self, op: structs.Op, rows_of: Tensor, *others: Tensor) -> None:
         """Carry out an operation with the rows of its first tensor, or add it to the step that is being recorded."""

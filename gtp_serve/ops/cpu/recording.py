@@ -22,7 +22,9 @@ from gtp_serve.ops.cpu.library import Threads, addresses_of
 from gtp_serve.ops.cpu.structs import Op
 
 COUNTERS = 2
-"""Numbers of rows that a program may be run with: tokens, and rows whose logits are wanted."""
+"""Numbers of rows that a program may be run with: those of its inputs, and those whose best token is wanted."""
+CHOICES = 1
+"""The latter."""
 _ALIGNMENT = 64
 
 
@@ -84,11 +86,10 @@ class Recording:
         self._buffers: dict[int, _Buffer] = {}
         self._results: list[Tensor] = []
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Memory for a result with as many rows as ``like`` has."""
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, counter: int) -> Tensor:
+        """Memory for a result whose rows this counter counts."""
         memory = torch.empty(tuple(shape), dtype=dtype)
         start = memory.data_ptr()
-        counter = self.counter_of(like)
         self._buffers[start] = _Buffer(memory=memory, counter=counter)
         bisect.insort(self._starts, start)
         return memory
@@ -212,8 +213,7 @@ class Program:
     def run(self, *rows: int) -> None:
         """Run it on what its inputs hold now.
 
-        :param rows: for each counter, at most as many as were recorded.
+        :param rows: for each counter, at most as many as were recorded; none for those that are left out.
         """
-        for counter, count in enumerate(rows):
-            self._rows[counter] = count
+        self._rows[:] = [*rows, *[0] * (COUNTERS - len(rows))]
         self._threads.run_array(self._array, len(self._ops), self._rows)

@@ -1,0 +1,138 @@
+"""Greedy steps that are recorded with their choice of tokens: the bits of steps in parts, and only where they apply."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import TINY_MODEL, engine_config
+from native_library import THREADS
+
+from gtp_serve.config import ModelConfig
+from gtp_serve.engine.capture import NativeCapture
+from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, alone
+from gtp_serve.engine.runner import ModelRunner
+from gtp_serve.engine.step import (
+    NO_TOKEN,
+    SampleSpec,
+    ScoreSpec,
+    Shaping,
+    StepItem,
+    StepPlan,
+)
+from gtp_serve.engine.thread import InThread
+from gtp_serve.kv.pool import KVPool
+from gtp_serve.models.decoder import build_decoder
+from gtp_serve.ops.cpu.native import native_ops
+from gtp_serve.request import LogprobOptions, SamplingParams
+
+MODEL = replace(TINY_MODEL, num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, ffn_size=80)
+BLOCK, BLOCKS, WIDTH, ROWS = 4, 60, 6, 5
+GREEDY = SampleSpec(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=1, index=0)
+ASKS = LogprobOptions()
+
+
+def make(model: ModelConfig, *, captured: bool = True, greedy: bool = True) -> tuple[ModelRunner, DecodeGraphs, KVPool]:
+    ops = native_ops(THREADS)
+    decoder = build_decoder(model, dtype=torch.bfloat16, device="cpu", ops=ops)
+    generator = torch.Generator().manual_seed(5)
+    for target in decoder.targets():
+        target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2)
+    pool = KVPool(
+        num_layers=model.num_layers,
+        num_blocks=BLOCKS + SCRATCH_BLOCKS,
+        block_size=BLOCK,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    assert ops.recorder is not None
+    graphs = DecodeGraphs(
+        decoder, pool, NativeCapture(ops.recorder, model.vocab_size), sizes=[ROWS], max_blocks=WIDTH, together=alone
+    )
+    while captured and graphs.capture_next():
+        pass
+    config = replace(engine_config(num_blocks=BLOCKS), model=model)
+    return ModelRunner(graphs, pool, config, greedy=ops.greedy if greedy else None), graphs, pool
+
+
+def item(start: int, token: int, table: Sequence[int]) -> StepItem:
+    return StepItem(rid="r", token_ids=(token,), start=start, block_table=tuple(table), sample=GREEDY)
+
+
+def plan_of(*items: StepItem) -> StepPlan:
+    return StepPlan(step=0, block_size=BLOCK, items=items)
+
+
+@pytest.mark.parametrize("vocab_rows", [50, 64], ids=["all rows are ids", "padded rows"])
+def test_whole_steps_give_the_bits_of_steps_in_parts_whatever_comes_between(vocab_rows: int) -> None:
+    model = replace(MODEL, vocab_rows=vocab_rows)
+    whole, _, cache = make(model)
+    parts, _, other = make(model)
+    rng = random.Random(3)
+    lengths = {sequence: rng.randrange(1, 6) for sequence in range(8)}
+    for step in range(40):
+        chosen = rng.sample(sorted(lengths), rng.randrange(1, ROWS + 1))
+        items = []
+        for sequence in chosen:
+            table = range(1 + sequence * WIDTH, 1 + sequence * WIDTH + -(-(lengths[sequence] + 1) // BLOCK))
+            items.append(item(lengths[sequence], rng.randrange(model.vocab_size), table))
+            lengths[sequence] = (lengths[sequence] + 1) % (WIDTH * BLOCK)
+        plan = plan_of(*items)
+        expected = parts.launch(plan).wait()
+        pending = None if step % 5 == 3 else whole.whole(plan)
+        assert (pending or whole.launch(plan)).wait() == expected
+        assert (pending is None) == (step % 5 == 3)
+    for one, two in zip([*cache.keys, *cache.values], [*other.keys, *other.values], strict=True):
+        assert torch.equal(one[:BLOCKS], two[:BLOCKS])
+
+
+def test_a_row_of_logits_that_are_no_numbers_gives_no_token_and_spoils_no_other() -> None:
+    runner, _, pool = make(MODEL)
+    plan = plan_of(item(5, 3, [1, 2]), item(6, 4, [3, 4]), item(2, 5, [5]))
+    first = runner.launch(plan).wait()
+    pool.keys[0][3] = torch.nan
+    pending = runner.whole(plan)
+    assert pending is not None
+    result = pending.wait()
+    assert result.token_ids == (first.token_ids[0], NO_TOKEN, first.token_ids[2])
+    assert (result.logprobs[0], result.logprobs[2]) == (first.logprobs[0], first.logprobs[2])
+
+
+def test_a_step_that_wants_more_than_the_most_probable_tokens_is_computed_in_parts() -> None:
+    runner, graphs, _ = make(MODEL)
+    plain = item(5, 3, [1, 2])
+    shaping = Shaping.of(SamplingParams(presence_penalty=0.5), [1, 2], prompt_len=1)
+    assert runner.whole(plan_of(plain, plain)) is not None
+    for other in (
+        replace(plain, sample=replace(GREEDY, temperature=0.8)),
+        replace(plain, sample=replace(GREEDY, banned=(3,))),
+        replace(plain, sample=replace(GREEDY, shaping=shaping)),
+        replace(plain, sample=replace(GREEDY, logprobs=LogprobOptions(top_n=2))),
+        replace(plain, sample=None),
+        replace(plain, token_ids=(3, 4)),
+        replace(plain, score=ScoreSpec(first=0, targets=(3,), options=ASKS)),
+        replace(plain, routes=True),
+        item(5, 3, range(1, WIDTH + 2)),
+    ):
+        assert runner.whole(plan_of(plain, other)) is None
+    assert runner.whole(plan_of(*[plain] * (ROWS + 1))) is None
+    assert graphs.replayed == 1
+    for changes in ({"captured": False}, {"greedy": False}):
+        assert make(MODEL, **changes)[0].whole(plan_of(plain)) is None
+
+
+def test_the_thread_of_a_runner_leaves_whole_steps_to_whoever_waits_for_them() -> None:
+    runner, _, _ = make(MODEL)
+    threaded = InThread(runner)
+    plan = plan_of(item(5, 3, [1, 2]))
+    expected = runner.launch(plan).wait()
+    assert threaded.launch(plan).wait() == expected
+    assert threaded._thread is None
+    sampled = plan_of(replace(plan.items[0], sample=replace(GREEDY, temperature=1.0)))
+    assert threaded.launch(sampled).wait() == runner.launch(sampled).wait()
+    assert threaded._thread is not None
