@@ -16,10 +16,11 @@ from torch import Tensor
 from gtp_serve.config import EngineConfig, ModelConfig
 from gtp_serve.engine.capture import Capture
 from gtp_serve.engine.engine import Engine
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, Together, alone, build_graphs, refusal
+from gtp_serve.engine.graphs import DecodeGraphs, Together, alone, build_graphs, refusal
 from gtp_serve.engine.runner import ForwardPass, ModelRunner
 from gtp_serve.engine.step import StepPlan
 from gtp_serve.errors import EngineFault, EnvironmentFault, LayoutMismatch
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.layers.int8 import Int8Weights
 from gtp_serve.layers.placement import Collective, InRankOrder
@@ -197,8 +198,11 @@ def captures_steps(config: EngineConfig, decoder: Decoder) -> bool:
     return config.graphs and refusal(decoder, config) is None
 
 
-def build_pool(config: EngineConfig, decoder: Decoder) -> KVPool:
-    """The KV cache of one rank; under captured steps with the scratch block that the scheduler never sees."""
+def build_pool(config: EngineConfig, decoder: Decoder, memory: MappedRange | None = None) -> KVPool:
+    """The KV cache of one rank; under captured steps with the scratch block that the scheduler never sees.
+
+    :param memory: on a CPU, taken before for it.
+    """
     model, cache = config.model, config.cache
     scratch = SCRATCH_BLOCKS if captures_steps(config, decoder) else 0
     return KVPool(
@@ -209,6 +213,7 @@ def build_pool(config: EngineConfig, decoder: Decoder) -> KVPool:
         head_dim=model.head_dim,
         dtype=_DTYPES[config.dtype],
         device=config.device,
+        memory=None if memory is None else memory.memory,
     )
 
 

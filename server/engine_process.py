@@ -44,9 +44,9 @@ from gtp_serve.loaders import open_checkpoint
 from gtp_serve.loaders.tokenizer_files import tokenizer_at
 from gtp_serve.models.decoder import Decoder
 from gtp_serve.refit import orders
-from gtp_serve.refit.mapping import MappedRange
 from gtp_serve.refit.rank import RankWeights
 from gtp_serve.refit.store import WeightStore
+from gtp_serve.server.early_memory import NOTHING_TAKEN, TakenMemory
 from gtp_serve.server.launch import Launch, saved_overrides
 from gtp_serve.sizes import format_gib
 
@@ -57,12 +57,12 @@ _GRAMMARS_SECONDS = 1.0
 """After the first token: whoever waited for the server comes first."""
 
 
-def lead(launch: Launch, endpoint: str, leader: Leader | None, memory: MappedRange | None = None) -> int:
+def lead(launch: Launch, endpoint: str, leader: Leader | None, memory: TakenMemory = NOTHING_TAKEN) -> int:
     """Be rank 0 until told to stop; returns the exit code.
 
     :param endpoint: where the client listens.
     :param leader: the other ranks, if there are any.
-    :param memory: for weights on a CPU, if it was taken already.
+    :param memory: what was taken on a CPU already.
     """
     _set_up(launch)
     return run_worker(endpoint, lambda report: build_engine(launch, report, leader, memory))
@@ -86,7 +86,7 @@ def _set_up(launch: Launch) -> None:
     torch.set_num_threads(launch.threads)
 
 
-def build_engine(launch: Launch, report: Report, leader: Leader | None, memory: MappedRange | None = None) -> Engine:
+def build_engine(launch: Launch, report: Report, leader: Leader | None, memory: TakenMemory = NOTHING_TAKEN) -> Engine:
     """Everything from the open checkpoint to the first token.
 
     :raises GtpServeError: whatever is wrong with checkpoint, memory, device or another rank.
@@ -95,7 +95,7 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None, memory: 
     with _Phase("start engine", report) as phase:
         check_device(config, rank=0)
         decoder = empty_decoder(config, None if leader is None else leader.join(_connect(config)))
-        store = keep_weights(decoder, config, memory)
+        store = keep_weights(decoder, config, memory.weights)
         phase.done(_engine_words(launch, decoder))
     grammars = _build_grammars(launch)
     with _Phase("load weights", report) as phase:
@@ -103,7 +103,7 @@ def build_engine(launch: Launch, report: Report, leader: Leader | None, memory: 
         store.derive(staged=False)
         phase.done(f"{format_gib(read)} at {format_gib(int(read / max(phase.seconds, 1e-6)))}/s")
     with _Phase("allocate KV cache", report) as phase:
-        pool = build_pool(config, decoder)
+        pool = build_pool(config, decoder, memory.cache)
         others = 0 if leader is None else leader.wait_built()
         phase.done(format_gib(pool.num_bytes + others))
     engine, after_swap = _build_engine(config, decoder, pool, leader, grammars)

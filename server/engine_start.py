@@ -2,7 +2,7 @@
 
 That import takes seconds; started this early, all ranks go through it at the same time.  Ranks of a ``far`` launch
 are started by somebody else and find rank 0.  A process that was started early imports torch before it is told what
-to build, and takes the memory of its weights meanwhile.
+to build, and takes the memory of its weights and of its cache meanwhile.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from gtp_serve.engine.far import Door, Store, knock
 from gtp_serve.engine.lifeline import end_with_parent, leave_signals_to_parent
 from gtp_serve.engine.peer import Patience
 from gtp_serve.engine.ranks import Leader
-from gtp_serve.refit.mapping import MappedRange
-from gtp_serve.server.early_memory import EarlyMemory
+from gtp_serve.server.early_memory import EarlyMemory, TakenMemory
 from gtp_serve.server.launch import Launch, launch_argv, read_launch
 
 
 class _EngineProcess(Protocol):
-    def lead(self, launch: Launch, endpoint: str, leader: Leader | None, memory: MappedRange | None = None) -> int: ...
+    def lead(self, launch: Launch, endpoint: str, leader: Leader | None, memory: TakenMemory = ...) -> int: ...
 
     def follow(self, launch: Launch, rank: int, link: int, meeting: int, store: Store | None = None) -> int: ...
 

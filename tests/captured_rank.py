@@ -21,8 +21,9 @@ from gtp_serve.config import CacheConfig, EngineConfig, MoeConfig
 from gtp_serve.engine.capture import EagerCapture, EagerStep
 from gtp_serve.engine.collective import join_group
 from gtp_serve.engine.follower import Follower, run_follower
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.engine.step import StepPlan
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.layers.placement import Collective
 from gtp_serve.models.decoder import Decoder, build_decoder

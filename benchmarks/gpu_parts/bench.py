@@ -10,7 +10,8 @@ from torch import Tensor
 from gpu_parts.report import Timer
 from gtp_serve.config import AttentionBackend, CacheConfig, EngineConfig, ModelConfig, MoeConfig, RopeConfig
 from gtp_serve.engine.capture import EagerCapture
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, build_graphs
+from gtp_serve.engine.graphs import DecodeGraphs, build_graphs
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Batch

@@ -20,14 +20,12 @@ from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
 from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, NativeStep, Recorded, WholeStep
 from gtp_serve.engine.step import Pending, StepItem, StepPlan
 from gtp_serve.errors import UsageError
-from gtp_serve.kv.blocks import blocks_for
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS, blocks_for
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder
 from gtp_serve.ops.batch import Batch, FixedAttention, Taps
 from gtp_serve.refit.apply import Target
 
-SCRATCH_BLOCKS = 1
-"""Blocks that a pool under captured steps has beyond those that the scheduler hands out: the last ones."""
 Outcome = Callable[[], str]
 """Waits until the other ranks are done with a capture; why one of them failed, or nothing."""
 Together = Callable[[int], AbstractContextManager[Outcome]]

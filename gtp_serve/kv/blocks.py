@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 from gtp_serve.config import CacheConfig
 
+SCRATCH_BLOCKS = 1
+"""Blocks that a pool under captured steps has beyond those that are handed out: the last ones."""
+
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold this many tokens."""

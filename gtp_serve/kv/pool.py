@@ -5,8 +5,10 @@ Legend: N blocks, B positions in a block, K KV heads, E head size.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from gtp_serve.errors import DoesNotFit
 class KVPool:
     """One K and one V tensor for each layer, ``[N, B, K, E]``, whose addresses never change.
 
+    :param memory: zeros for it on a CPU, which hold their own memory; other memory is taken where they are too few.
     :raises DoesNotFit: when the memory is not there.
     """
 
@@ -29,11 +32,12 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: str | torch.device,
+        memory: ctypes.Array[Any] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self._data = _allocate(shape, dtype, device)
+        self._data = _allocate(shape, dtype, device, memory)
         self.keys: tuple[torch.Tensor, ...] = tuple(self._data[0].unbind(0))
         self.values: tuple[torch.Tensor, ...] = tuple(self._data[1].unbind(0))
 
@@ -43,7 +47,12 @@ class KVPool:
         return self._data.numel() * self._data.element_size()
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, memory: ctypes.Array[Any] | None
+) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    if memory is not None and ctypes.sizeof(memory) >= count * dtype.itemsize:
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
     # Zeros, not empty: a kernel that reads a whole block and masks afterwards must never meet a NaN there.
     try:
         if torch.device(device).type == "cpu":

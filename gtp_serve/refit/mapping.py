@@ -48,13 +48,16 @@ class MappedRange:
         self._unmap = weakref.finalize(self.memory, unmap, self.address, self.size)
         self._unmap.atexit = False  # threads may still be reading then, and the process's memory goes anyway
 
-    def populate(self) -> None:
+    def populate(self, start: int = 0, size: int | None = None) -> None:
         """Take the memory now, which would else be taken page by page as it is first written; it holds zeros.
 
         Nothing happens where the kernel cannot do it (before Linux 5.14), or has no more memory.
+
+        :param start: byte from which on, on a page's border; to the end unless ``size`` says less.
         """
-        for first in range(0, self.size, _POPULATED_AT_ONCE):
-            count = min(_POPULATED_AT_ONCE, self.size - first)
+        stop = self.size if size is None else min(self.size, start + size)
+        for first in range(start, stop, _POPULATED_AT_ONCE):
+            count = min(_POPULATED_AT_ONCE, stop - first)
             if _call("madvise", self.address + first, count, _POPULATE_WRITE):
                 return
 

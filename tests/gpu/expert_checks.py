@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gtp_serve.config import MoeConfig
 from gtp_serve.engine.capture import EagerCapture
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops import reference, table, triton_experts

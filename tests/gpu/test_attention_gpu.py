@@ -12,8 +12,9 @@ from fakes import TINY_MODEL
 
 from gtp_serve.config import AttentionBackend
 from gtp_serve.engine.capture import CudaCapture
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.errors import EnvironmentFault, UsageError
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops import reference

@@ -11,7 +11,8 @@ from fakes import TINY_MODEL, engine_config
 from parity.model_harness import TensorSource
 
 from gtp_serve.config import CacheConfig
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, build_graphs
+from gtp_serve.engine.graphs import DecodeGraphs, build_graphs
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Batch

@@ -227,6 +227,26 @@ def test_gate_and_up_are_rounded_before_they_meet(name: str, types: tuple[torch.
             assert torch.equal(made.run(threads_of(name, 1), slice(row, row + 1))[0], found[row : row + 1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SETS)
+def test_gates_beyond_what_an_exponential_can_hold_spoil_none_beside_them(name: str, dtype: torch.dtype) -> None:
+    gates = torch.tensor([-torch.inf, -200.0, -89.0, -87.0, -20.0, 0.0, 20.0, 100.0, torch.inf, torch.nan, 1e38])
+    count = 11 * 70
+    gate = torch.randn(count)
+    gate[::70] = gates
+    up = torch.randn(count).abs() + 0.5
+    bias = torch.cat((gate, up)).to(dtype)
+    found = Layer(torch.ones(2, 8, dtype=dtype), torch.zeros(2 * count, 8, dtype=dtype), bias, gated=True).run(
+        threads_of(name, 2)
+    )[0]
+    gate, up = bias.chunk(2)
+    wanted = torch.nn.functional.silu(gate.double()).to(dtype) * up
+    for row in found:
+        torch.testing.assert_close(
+            row, wanted, rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-35, equal_nan=True
+        )
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])
 def test_blocks_of_logits_are_summed_up_for_greedy_choice(name: str, vocab: int) -> None:

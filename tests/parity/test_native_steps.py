@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gtp_serve.config import ModelConfig, MoeConfig
 from gtp_serve.engine.capture import NativeCapture
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.errors import EngineFault
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Batch
@@ -162,30 +163,37 @@ def test_threads_that_share_a_long_context_see_its_newest_position_where_it_was_
 
 def test_an_operation_goes_into_the_next_where_nothing_else_needs_what_it_gives() -> None:
     ops = native_ops(THREADS)
-    recorder = ops.recorder
+    recorder, add_shared = ops.recorder, ops.add_shared
     assert recorder is not None
+    assert add_shared is not None
     generator = torch.Generator().manual_seed(2)
     x_TD, weight_D, weight_OD = (torch.randn(shape, generator=generator) for shape in ((6, 32), (32,), (32, 32)))
     inputs = {x_TD.data_ptr(): 0}
 
     def used_twice() -> Tensor:
         normed_TD = ops.rms_norm(x_TD, weight_D, 1e-5)
-        return ops.add_shared(normed_TD, ops.linear(normed_TD, weight_OD), None)
+        return add_shared(normed_TD, ops.linear(normed_TD, weight_OD, None), None)
 
     def summed() -> Tensor:
         normed_TD, total_TD = ops.add_rms_norm(x_TD, x_TD, weight_D, 1e-5)
-        return ops.add_shared(total_TD, ops.linear(normed_TD, weight_OD), None)
+        return add_shared(total_TD, ops.linear(normed_TD, weight_OD, None), None)
 
     def of_heads() -> Tensor:
         normed = ops.rms_norm(x_TD.view(6, 4, 8), weight_D[:8], 1e-5)
-        return ops.linear(normed.flatten(1), weight_OD)
+        return ops.linear(normed.flatten(1), weight_OD, None)
 
     def kept() -> Tensor:
         normed_TD = ops.rms_norm(x_TD, weight_D, 1e-5)
-        ops.linear(normed_TD, weight_OD)
+        ops.linear(normed_TD, weight_OD, None)
         return normed_TD
 
-    steps = [lambda: ops.linear(ops.rms_norm(x_TD, weight_D, 1e-5), weight_OD), summed, used_twice, of_heads, kept]
+    steps = [
+        lambda: ops.linear(ops.rms_norm(x_TD, weight_D, 1e-5), weight_OD, None),
+        summed,
+        used_twice,
+        of_heads,
+        kept,
+    ]
     for step, length in zip(steps, (1, 2, 3, 2, 2), strict=True):
         program, output = recorder.record(step, inputs)
         expected = step()

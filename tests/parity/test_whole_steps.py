@@ -13,7 +13,7 @@ from native_library import THREADS
 
 from gtp_serve.config import ModelConfig
 from gtp_serve.engine.capture import NativeCapture
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs, alone
+from gtp_serve.engine.graphs import DecodeGraphs, alone
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.engine.step import (
     NO_TOKEN,
@@ -24,6 +24,7 @@ from gtp_serve.engine.step import (
     StepPlan,
 )
 from gtp_serve.engine.thread import InThread
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import build_decoder
 from gtp_serve.ops.cpu.native import native_ops

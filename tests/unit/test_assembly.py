@@ -13,8 +13,9 @@ from gtp_serve.assembly import build_pool, captures_steps, empty_decoder, fill_d
 from gtp_serve.config import CacheConfig, EngineConfig
 from gtp_serve.engine.capture import EagerCapture
 from gtp_serve.engine.engine import Engine
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.engine.runner import ModelRunner
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.layers.placement import Placement
 from gtp_serve.loaders import open_checkpoint

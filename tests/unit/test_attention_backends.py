@@ -17,8 +17,9 @@ from fakes import TINY_MODEL
 from torch import Tensor
 
 from gtp_serve.engine.capture import EagerCapture, EagerStep
-from gtp_serve.engine.graphs import SCRATCH_BLOCKS, DecodeGraphs
+from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.errors import EnvironmentFault, GtpServeError, UsageError
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops import choice, reference

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gtp_serve.assembly import empty_decoder, keep_weights
+from gtp_serve.assembly import build_pool, empty_decoder, keep_weights
 from gtp_serve.config import CacheConfig, DType, EngineConfig, ModelConfig, MoeConfig
 from gtp_serve.refit.arena import MappedArena
 from gtp_serve.refit.mapping import HUGE_PAGE, MappedRange, resident_bytes
 from gtp_serve.server import early_memory
-from gtp_serve.server.early_memory import EarlyMemory, take_memory
+from gtp_serve.server.early_memory import NOTHING_TAKEN, EarlyMemory, take_memory
 from gtp_serve.server.launch import Launch, write_order
 from gtp_serve.server.options import SavedGrid
 
@@ -37,8 +37,10 @@ def config_of(model: ModelConfig, dtype: DType = "bfloat16", *, device: str = "c
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_lie_in_the_memory_that_was_taken(name: str, dtype: DType) -> None:
     config = config_of(MODELS[name], dtype)
-    memory = take_memory(config)
+    taken_memory = take_memory(config)
+    memory, cache = taken_memory.weights, taken_memory.cache
     assert memory is not None
+    assert cache is not None
     assert resident_bytes(memory.address, memory.size) == memory.size
     taken = range(memory.address, memory.address + memory.size)
 
@@ -47,6 +49,26 @@ def test_weights_lie_in_the_memory_that_was_taken(name: str, dtype: DType) -> No
 
     assert all(target.tensor.data_ptr() in taken for target in decoder.targets())
     assert store.num_bytes <= memory.size < store.num_bytes + HUGE_PAGE
+
+    pool = build_pool(config, decoder, cache)
+    assert pool.keys[0].data_ptr() == cache.address
+    assert pool.num_bytes <= cache.size < pool.num_bytes + HUGE_PAGE
+    assert all(int(part.count_nonzero()) == 0 for part in (*pool.keys, *pool.values))
+    small = MappedRange(HUGE_PAGE)
+    larger = build_pool(replace(config, cache=CacheConfig(num_blocks=4000)), decoder, small)
+    assert larger.num_blocks >= 4000
+    assert larger.keys[0].data_ptr() != small.address
+
+
+def test_of_a_large_cache_the_first_page_of_each_tensor_is_taken() -> None:
+    config = replace(config_of(DENSE), cache=CacheConfig(num_blocks=2000, block_size=16))
+    cache = take_memory(config).cache
+    assert cache is not None
+    stride = 2001 * 16 * DENSE.num_kv_heads * DENSE.head_dim * 2
+    assert cache.size >= 4 * stride > 8 * HUGE_PAGE
+    for tensor in range(4):
+        assert resident_bytes(cache.address + tensor * stride // HUGE_PAGE * HUGE_PAGE, HUGE_PAGE) == HUGE_PAGE
+    assert resident_bytes(cache.address, cache.size) == 4 * HUGE_PAGE
 
 
 def test_memory_that_is_too_large_is_cut_and_holds_zeros() -> None:
@@ -71,12 +93,12 @@ def test_memory_that_is_too_small_is_given_back() -> None:
 
 
 def test_nothing_is_taken_for_a_gpu_or_beside_other_ranks() -> None:
-    assert take_memory(config_of(DENSE, device="cuda")) is None
-    assert take_memory(config_of(DENSE, tp=2)) is None
+    assert take_memory(config_of(DENSE, device="cuda")) == NOTHING_TAKEN
+    assert take_memory(config_of(DENSE, tp=2)) == NOTHING_TAKEN
 
 
 def test_what_may_not_fit_is_left_to_those_who_can_say_so() -> None:
-    assert take_memory(config_of(replace(DENSE, num_layers=1_000_000))) is None
+    assert take_memory(config_of(replace(DENSE, num_layers=1_000_000))) == NOTHING_TAKEN
 
 
 def order(text: bytes) -> int:
@@ -90,12 +112,12 @@ def test_the_order_is_heard_with_the_memory() -> None:
     launch = Launch(ckpt="/c", iteration=None, saved=SavedGrid(), engine=config_of(DENSE), threads=1, first_prompt=(1,))
     heard, memory = EarlyMemory(order(write_order(launch, "ipc:///x"))).wait()
     assert heard == (launch, "ipc:///x")
-    assert memory is not None
+    assert memory.weights is not None
 
 
 def test_no_order_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_memory, "take_memory", None)
-    assert EarlyMemory(order(b"")).wait() == (None, None)
+    assert EarlyMemory(order(b"")).wait() == (None, NOTHING_TAKEN)
 
 
 def test_an_order_that_is_none_is_told_to_who_waits() -> None:

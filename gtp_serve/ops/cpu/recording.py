@@ -60,16 +60,10 @@ class _Buffer:
 
     memory: Tensor
     counter: int
+    start: int
+    size: int
     uses: list[int] = field(default_factory=list)
     """Numbers of the operations that write or read it, ascending."""
-
-    @property
-    def start(self) -> int:
-        return self.memory.data_ptr()
-
-    @property
-    def size(self) -> int:
-        return self.memory.untyped_storage().nbytes()
 
 
 class Recording:
@@ -90,7 +84,7 @@ class Recording:
         """Memory for a result whose rows this counter counts."""
         memory = torch.empty(tuple(shape), dtype=dtype)
         start = memory.data_ptr()
-        self._buffers[start] = _Buffer(memory=memory, counter=counter)
+        self._buffers[start] = _Buffer(memory=memory, counter=counter, start=start, size=memory.nbytes)
         bisect.insort(self._starts, start)
         return memory
 

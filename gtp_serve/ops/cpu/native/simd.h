@@ -300,20 +300,32 @@ inline bool all_within(Vec x, float low, float high) {
 
 // e^x to about 2 units in the last place: 2^n * e^r with |r| <= ln(2) / 2, a polynomial of degree 6 for e^r (the
 // coefficients of Cephes' expf).  Below -87.3 it is 0; above 88.3 infinity; NaN stays NaN.
+//
+// Of several vectors side by side, none of which waits for another; x within the bounds.
+template <int kCount>
+inline void exp_within(const Vec (&x)[kCount], Vec (&y)[kCount]) {
+  const auto each_of = [](auto f) __attribute__((always_inline)) {
+    GTP_UNROLL
+    for (int i = 0; i < kCount; ++i) f(i);
+  };
+  Vec n[kCount], r[kCount];
+  each_of([&](int i) { n[i] = nearest(mul(x[i], all(1.44269504088896341f))); });
+  each_of([&](int i) { r[i] = fma(n[i], all(-0.693359375f), x[i]); });
+  each_of([&](int i) { r[i] = fma(n[i], all(2.12194440e-4f), r[i]); });
+  each_of([&](int i) { y[i] = fma(all(1.9875691500e-4f), r[i], all(1.3981999507e-3f)); });
+  each_of([&](int i) { y[i] = fma(y[i], r[i], all(8.3334519073e-3f)); });
+  each_of([&](int i) { y[i] = fma(y[i], r[i], all(4.1665795894e-2f)); });
+  each_of([&](int i) { y[i] = fma(y[i], r[i], all(1.6666665459e-1f)); });
+  each_of([&](int i) { y[i] = fma(y[i], r[i], all(5.0000001201e-1f)); });
+  each_of([&](int i) { y[i] = add(fma(mul(r[i], r[i]), y[i], r[i]), all(1.0f)); });
+  each_of([&](int i) { y[i] = scaled_by_power(y[i], n[i]); });
+}
+
 inline Vec exp(Vec x) {
-  const Vec lowest = all(-87.33654f), highest = all(88.37626f);
-  const Vec inside = min(max(x, lowest), highest);
-  const Vec n = nearest(mul(inside, all(1.44269504088896341f)));
-  Vec r = fma(n, all(-0.693359375f), inside);
-  r = fma(n, all(2.12194440e-4f), r);
-  Vec y = all(1.9875691500e-4f);
-  y = fma(y, r, all(1.3981999507e-3f));
-  y = fma(y, r, all(8.3334519073e-3f));
-  y = fma(y, r, all(4.1665795894e-2f));
-  y = fma(y, r, all(1.6666665459e-1f));
-  y = fma(y, r, all(5.0000001201e-1f));
-  y = add(fma(mul(r, r), y, r), all(1.0f));
-  y = scaled_by_power(y, n);
+  const Vec inside[1] = {min(max(x, all(-87.33654f)), all(88.37626f))};
+  Vec found[1];
+  exp_within(inside, found);
+  const Vec y = found[0];
   if (all_within(x, -87.33654f, 88.37626f)) return y;
   float in[kLanes], out[kLanes];
   spill(in, x);
@@ -328,6 +340,19 @@ inline Vec exp(Vec x) {
 
 // x / (1 + e^-x)
 inline Vec silu(Vec x) { return div(x, add(all(1.0f), exp(sub(zero(), x)))); }
+template <int kCount>
+inline void silu(Vec (&x)[kCount]) {
+  bool within = true;
+  Vec negative[kCount], power[kCount];
+  GTP_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    negative[i] = sub(zero(), x[i]);
+    within &= all_within(negative[i], -87.33654f, 88.37626f);
+  }
+  if (within) exp_within(negative, power);
+  GTP_UNROLL
+  for (int i = 0; i < kCount; ++i) x[i] = within ? div(x[i], add(all(1.0f), power[i])) : silu(x[i]);
+}
 inline Vec sigmoid(Vec x) { return div(all(1.0f), add(all(1.0f), exp(sub(zero(), x)))); }
 
 }  // namespace GTP_ISA

@@ -31,16 +31,17 @@ inline void put_row(const LinearOp& o, int64_t row, int64_t first, int64_t stop,
   T* out = static_cast<T*>(o.out) + row * o.out_row;
   float* wide_out = static_cast<float*>(o.out) + row * o.out_row;
   const int64_t half = o.out_size / 2;
+  const auto finished = [&](auto read, const float* products, int64_t of) {
+    Vec total = load(products);
+    if (o.scale) total = mul(total, read(o.scale + of));
+    if (bias) total = add(total, read(bias + of));
+    return total;
+  };
   const auto put = [&](int64_t column, auto read, auto write) {
-    const auto finished = [&](const float* products, int64_t of) {
-      Vec total = load(products + (column - first));
-      if (o.scale) total = mul(total, read(o.scale + of));
-      if (bias) total = add(total, read(bias + of));
-      return total;
-    };
-    const Vec total = finished(y, column);
+    const Vec total = finished(read, y + (column - first), column);
     if (o.swiglu) {
-      const Vec gate = through<T>(total), other = through<T>(finished(up, half + column));
+      const Vec gate = through<T>(total);
+      const Vec other = through<T>(finished(read, up + (column - first), half + column));
       write(out + column, mul(through<T>(silu(gate)), other));
     } else if (o.out_dtype == kF32) {
       write(wide_out + column, through<T>(total));
@@ -48,9 +49,23 @@ inline void put_row(const LinearOp& o, int64_t row, int64_t first, int64_t stop,
       write(out + column, total);
     }
   };
+  const auto read_all = [](const auto* p) { return load(p); };
   int64_t column = first;
+  for (constexpr int kTogether = 4; o.swiglu && column + kTogether * kLanes <= stop; column += kTogether * kLanes) {
+    Vec gate[kTogether];
+    GTP_UNROLL
+    for (int i = 0; i < kTogether; ++i)
+      gate[i] = through<T>(finished(read_all, y + (column - first) + i * kLanes, column + i * kLanes));
+    silu(gate);
+    GTP_UNROLL
+    for (int i = 0; i < kTogether; ++i) {
+      const int64_t at = column + i * kLanes;
+      const Vec other = through<T>(finished(read_all, up + (at - first), half + at));
+      store(out + at, mul(through<T>(gate[i]), other));
+    }
+  }
   for (; column + kLanes <= stop; column += kLanes)
-    put(column, [](const auto* p) { return load(p); }, [](auto* p, Vec x) { store(p, x); });
+    put(column, read_all, [](auto* p, Vec x) { store(p, x); });
   if (const int64_t left = stop - column; left > 0)
     put(column, [left](const auto* p) { return load_some(p, left); },
         [left](auto* p, Vec x) { store_some(p, x, left); });
