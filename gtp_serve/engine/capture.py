@@ -114,14 +114,18 @@ class NativeStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeStep:
-    """A step with its choice of tokens, which whoever waits for it carries out."""
+class ReadyStep:
+    """A step whose inputs are in place; one of these is called, once, before other inputs take theirs."""
 
     step: NativeStep
     count: int
 
-    def wait(self) -> StepResult:
-        """See ``Pending``."""
+    def logits(self) -> Tensor:
+        """[sequences, V], there until the next step."""
+        return self.step.replay(self.count)[: self.count]
+
+    def most_probable(self) -> StepResult:
+        """The most probable token of each sequence."""
         self.step.program.run(self.count, self.count)
         token_ids, logprobs, finite = (part[: self.count].tolist() for part in self.step.choices)
         if not all(finite):

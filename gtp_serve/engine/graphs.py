@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
-from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, NativeStep, Recorded, WholeStep
-from gtp_serve.engine.step import Pending, StepItem, StepPlan
+from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, NativeStep, ReadyStep, Recorded
+from gtp_serve.engine.step import StepItem, StepPlan
 from gtp_serve.errors import UsageError
 from gtp_serve.kv.blocks import SCRATCH_BLOCKS, blocks_for
 from gtp_serve.kv.pool import KVPool
@@ -309,8 +309,8 @@ class DecodeGraphs:
         self.ran_eagerly += 1
         return self._model.forward(batch.to(self._device), keys, values, taps)
 
-    def whole(self, plan: StepPlan) -> Pending | None:
-        """See ``runner.WholePass``."""
+    def ready(self, plan: StepPlan) -> ReadyStep | None:
+        """See ``runner.ReadyPass``."""
         count = len(plan.items)
         size = self._size_for(count)
         bucket = None if size is None or self._together is not alone else self._buckets[size]
@@ -320,7 +320,7 @@ class DecodeGraphs:
             return None
         bucket.inputs.put(plan.items, plan.block_size)
         self.replayed += 1
-        return WholeStep(bucket.step, count)
+        return ReadyStep(bucket.step, count)
 
     def targets(self) -> list[Target]:
         """The model's parameters."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gtp_serve.config import EngineConfig
+from gtp_serve.engine.capture import ReadyStep
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.inputs import build_batch
-from gtp_serve.engine.sampler import PendingTokens, Sampler
-from gtp_serve.engine.step import Pending, StepPlan
+from gtp_serve.engine.sampler import PendingTokens, Prepared, Sampler
+from gtp_serve.engine.step import Pending, StepItem, StepPlan, StepResult
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps
 from gtp_serve.ops.greedy import Greedy
@@ -54,15 +56,11 @@ class CapturedPass(ForwardPass, Protocol):
 
 
 @runtime_checkable
-class WholePass(Protocol):
-    """A decoder with recorded steps that choose tokens too."""
+class ReadyPass(Protocol):
+    """A decoder with recorded steps that take a plan's inputs as they are."""
 
-    def whole(self, plan: StepPlan) -> Pending | None:
-        """A step of single tokens, each of which is followed by the most probable one.
-
-        :returns: what carries it out when it is waited for, before anything else is asked of the decoder; None where
-            no such step is recorded.
-        """
+    def ready(self, plan: StepPlan) -> ReadyStep | None:
+        """A step of single tokens, to be carried out before the decoder is asked anything else; None: it has none."""
         ...
 
 
@@ -89,7 +87,7 @@ class ModelRunner:
         self._pool = pool
         self._config = config
         self._together = together
-        self._whole = decoder.whole if isinstance(decoder, WholePass) else None
+        self._ready = decoder.ready if isinstance(decoder, ReadyPass) else None
         self._sampler = Sampler(
             vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy
         )
@@ -115,14 +113,43 @@ class ModelRunner:
             return self._decoder.forward(batch, *cache)
         return self._decoder.forward(batch, *cache, taps)
 
-    def whole(self, plan: StepPlan) -> Pending | None:
-        """See ``Waiting``: greedy steps of single tokens, where the decoder has recorded them with their choice."""
-        if self._whole is None or not self._sampler.is_plain(plan):
+    def ready(self, plan: StepPlan) -> Pending | None:
+        """See ``Waiting``: steps of single tokens, where the decoder has recorded them."""
+        if self._ready is None or not all(map(_is_single, plan.items)):
             return None
-        return self._whole(plan)
+        step = self._ready(plan)
+        if step is None:
+            return None
+        if self._sampler.is_greedy(plan):
+            return _Greedy(step)
+        return _Sampled(step, self._sampler, self._sampler.begin(plan))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Start the step."""
         prepared = self._sampler.begin(plan)
         return self._sampler.finish(prepared, self.forward(plan, prepared.taps))
+
+
+def _is_single(item: StepItem) -> bool:
+    """One token, and nothing but what comes next is wanted of it."""
+    return len(item.token_ids) == 1 and item.sample is not None and item.score is None and not item.routes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Greedy:
+    step: ReadyStep
+
+    def wait(self) -> StepResult:
+        return self.step.most_probable()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sampled:
+    step: ReadyStep
+    sampler: Sampler
+    prepared: Prepared
+
+    @torch.inference_mode()
+    def wait(self) -> StepResult:
+        return self.sampler.finish(self.prepared, self.step.logits()).wait()

@@ -28,7 +28,6 @@ from gtp_serve.engine.step import (
     PromptScores,
     SampleSpec,
     Shaping,
-    StepItem,
     StepPlan,
     StepResult,
 )
@@ -126,9 +125,9 @@ class Sampler:
         """Sequences that something is kept for."""
         return len(self._histories)
 
-    def is_plain(self, plan: StepPlan) -> bool:
-        """Each item brings one token, and of its logits nothing but the most probable one is wanted."""
-        return self._greedy is not None and all(map(_is_plain, plan.items))
+    def is_greedy(self, plan: StepPlan) -> bool:
+        """Of each item nothing but the most probable token is wanted, and ``greedy`` may choose it."""
+        return self._greedy is not None and all(item.sample and _only_greedy(item.sample) for item in plan.items)
 
     def begin(self, plan: StepPlan) -> Prepared:
         """Start what can be done before the logits are there."""
@@ -324,12 +323,6 @@ class Sampler:
             history.bias_ids = torch.tensor([token for token, _ in bias], device=self._device)
             history.bias_values = torch.tensor([value for _, value in bias], device=self._device)
         return history.bias_ids, history.bias_values
-
-
-def _is_plain(item: StepItem) -> bool:
-    if len(item.token_ids) != 1 or item.sample is None or item.score is not None or item.routes:
-        return False
-    return _only_greedy(item.sample)
 
 
 def _only_greedy(spec: SampleSpec) -> bool:

@@ -190,6 +190,6 @@ class Runner(Protocol):
 class Waiting(Runner, Protocol):
     """A runner some of whose steps are best carried out by whoever waits for them."""
 
-    def whole(self, plan: StepPlan) -> Pending | None:
+    def ready(self, plan: StepPlan) -> Pending | None:
         """Get such a step ready, to be computed in ``wait``; None: this one is not of them."""
         ...

@@ -24,17 +24,17 @@ class InThread:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._whole = runner.whole if isinstance(runner, Waiting) else None
+        self._ready = runner.ready if isinstance(runner, Waiting) else None
         self._jobs: _Jobs = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def launch(self, plan: StepPlan) -> Pending:
         """Hand the plan over; what ``launch`` or ``wait`` of the other runner raise comes out of ``wait``.
 
-        A step that leaves Python nothing to do stays with the caller: to hand it to a thread and its result back, while
-        the caller has the interpreter, costs more than goes on beside it.
+        A step that is recorded stays with the caller: to hand it to a thread and its result back, while the caller has
+        the interpreter, costs more than goes on beside it.
         """
-        if self._whole is not None and (pending := self._whole(plan)) is not None:
+        if self._ready is not None and (pending := self._ready(plan)) is not None:
             return pending
         if self._thread is None:
             self._thread = _start(self._runner, self._jobs)

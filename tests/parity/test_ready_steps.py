@@ -1,4 +1,4 @@
-"""Greedy steps that are recorded with their choice of tokens: the bits of steps in parts, and only where they apply."""
+"""Recorded steps that take a plan as it is: the bits of other steps, and only where they apply."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from gtp_serve.request import LogprobOptions, SamplingParams
 MODEL = replace(TINY_MODEL, num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, ffn_size=80)
 BLOCK, BLOCKS, WIDTH, ROWS = 4, 60, 6, 5
 GREEDY = SampleSpec(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=1, index=0)
-ASKS = LogprobOptions()
+SHAPING = Shaping.of(SamplingParams(presence_penalty=0.5), [1, 2], prompt_len=1)
+SAMPLED = (
+    GREEDY,
+    replace(GREEDY, temperature=0.8),
+    replace(GREEDY, temperature=0.8, top_k=3, banned=(3,)),
+    replace(GREEDY, shaping=SHAPING),
+    replace(GREEDY, logprobs=LogprobOptions(top_n=2)),
+)
 
 
 def make(model: ModelConfig, *, captured: bool = True, greedy: bool = True) -> tuple[ModelRunner, DecodeGraphs, KVPool]:
@@ -70,26 +77,27 @@ def plan_of(*items: StepItem) -> StepPlan:
 
 
 @pytest.mark.parametrize("vocab_rows", [50, 64], ids=["all rows are ids", "padded rows"])
-def test_whole_steps_give_the_bits_of_steps_in_parts_whatever_comes_between(vocab_rows: int) -> None:
+def test_ready_steps_give_the_bits_of_other_steps_whatever_comes_between(vocab_rows: int) -> None:
     model = replace(MODEL, vocab_rows=vocab_rows)
-    whole, _, cache = make(model)
+    ready, _, cache = make(model)
     parts, _, other = make(model)
     rng = random.Random(3)
     lengths = {sequence: rng.randrange(1, 6) for sequence in range(8)}
-    for step in range(40):
+    for step in range(60):
         chosen = rng.sample(sorted(lengths), rng.randrange(1, ROWS + 1))
         items = []
         for sequence in chosen:
             table = range(1 + sequence * WIDTH, 1 + sequence * WIDTH + -(-(lengths[sequence] + 1) // BLOCK))
-            items.append(item(lengths[sequence], rng.randrange(model.vocab_size), table))
+            one = item(lengths[sequence], rng.randrange(model.vocab_size), table)
+            items.append(replace(one, sample=rng.choice(SAMPLED)) if step % 3 == 1 else one)
             lengths[sequence] = (lengths[sequence] + 1) % (WIDTH * BLOCK)
         plan = plan_of(*items)
         expected = parts.launch(plan).wait()
-        pending = None if step % 5 == 3 else whole.whole(plan)
-        assert (pending or whole.launch(plan)).wait() == expected
+        pending = None if step % 5 == 3 else ready.ready(plan)
+        assert (pending or ready.launch(plan)).wait() == expected
         assert (pending is None) == (step % 5 == 3)
-    for one, two in zip([*cache.keys, *cache.values], [*other.keys, *other.values], strict=True):
-        assert torch.equal(one[:BLOCKS], two[:BLOCKS])
+    for one_cache, two in zip([*cache.keys, *cache.values], [*other.keys, *other.values], strict=True):
+        assert torch.equal(one_cache[:BLOCKS], two[:BLOCKS])
 
 
 def test_a_row_of_logits_that_are_no_numbers_gives_no_token_and_spoils_no_other() -> None:
@@ -97,43 +105,44 @@ def test_a_row_of_logits_that_are_no_numbers_gives_no_token_and_spoils_no_other(
     plan = plan_of(item(5, 3, [1, 2]), item(6, 4, [3, 4]), item(2, 5, [5]))
     first = runner.launch(plan).wait()
     pool.keys[0][3] = torch.nan
-    pending = runner.whole(plan)
+    pending = runner.ready(plan)
     assert pending is not None
     result = pending.wait()
     assert result.token_ids == (first.token_ids[0], NO_TOKEN, first.token_ids[2])
     assert (result.logprobs[0], result.logprobs[2]) == (first.logprobs[0], first.logprobs[2])
 
 
-def test_a_step_that_wants_more_than_the_most_probable_tokens_is_computed_in_parts() -> None:
+def test_a_step_of_more_than_single_tokens_is_never_ready() -> None:
     runner, graphs, _ = make(MODEL)
     plain = item(5, 3, [1, 2])
-    shaping = Shaping.of(SamplingParams(presence_penalty=0.5), [1, 2], prompt_len=1)
-    assert runner.whole(plan_of(plain, plain)) is not None
+    assert runner.ready(plan_of(plain, plain)) is not None
     for other in (
-        replace(plain, sample=replace(GREEDY, temperature=0.8)),
-        replace(plain, sample=replace(GREEDY, banned=(3,))),
-        replace(plain, sample=replace(GREEDY, shaping=shaping)),
-        replace(plain, sample=replace(GREEDY, logprobs=LogprobOptions(top_n=2))),
         replace(plain, sample=None),
         replace(plain, token_ids=(3, 4)),
-        replace(plain, score=ScoreSpec(first=0, targets=(3,), options=ASKS)),
+        replace(plain, score=ScoreSpec(first=0, targets=(3,), options=LogprobOptions())),
         replace(plain, routes=True),
         item(5, 3, range(1, WIDTH + 2)),
     ):
-        assert runner.whole(plan_of(plain, other)) is None
-    assert runner.whole(plan_of(*[plain] * (ROWS + 1))) is None
+        assert runner.ready(plan_of(plain, other)) is None
+    assert runner.ready(plan_of(*[plain] * (ROWS + 1))) is None
     assert graphs.replayed == 1
-    for changes in ({"captured": False}, {"greedy": False}):
-        assert make(MODEL, **changes)[0].whole(plan_of(plain)) is None
+    assert make(MODEL, captured=False)[0].ready(plan_of(plain)) is None
 
 
-def test_the_thread_of_a_runner_leaves_whole_steps_to_whoever_waits_for_them() -> None:
+def test_deterministic_steps_are_ready_too_and_choose_as_all_their_others_do() -> None:
+    runner, _, _ = make(MODEL, greedy=False)
+    plan = plan_of(item(5, 3, [1, 2]), item(6, 4, [3, 4]))
+    pending = runner.ready(plan)
+    assert pending is not None
+    assert pending.wait() == runner.launch(plan).wait()
+
+
+def test_the_thread_of_a_runner_leaves_ready_steps_to_whoever_waits_for_them() -> None:
     runner, _, _ = make(MODEL)
     threaded = InThread(runner)
     plan = plan_of(item(5, 3, [1, 2]))
-    expected = runner.launch(plan).wait()
-    assert threaded.launch(plan).wait() == expected
+    assert threaded.launch(plan).wait() == runner.launch(plan).wait()
     assert threaded._thread is None
-    sampled = plan_of(replace(plan.items[0], sample=replace(GREEDY, temperature=1.0)))
-    assert threaded.launch(sampled).wait() == runner.launch(sampled).wait()
+    prompt = plan_of(replace(plan.items[0], token_ids=(3, 4)))
+    assert threaded.launch(prompt).wait() == runner.launch(prompt).wait()
     assert threaded._thread is not None
