@@ -147,7 +147,8 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompil
     store.derive(staged=False)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
-    runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy_choice(config, decoder))
+    greedy, order = greedy_choice(config, decoder), decoder.placement.ops.order
+    runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy, order=order)
     engine, news = Engine(config, runner, check=between_steps), News()
     weights = rank_weights(config, decoder, store, pool, news.put)
     Updates(engine, weights, news, memory=config.refit_memory, after_swap=check_addresses(model))

@@ -161,13 +161,13 @@ def _build_engine(
     grammars: GrammarCompiler | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """The engine, and what makes sure that captured steps still read the memory where the weights are."""
-    greedy = greedy_choice(config, decoder)
+    greedy, order = greedy_choice(config, decoder), decoder.placement.ops.order
     if leader is None:
         model, between_steps = with_graphs(config, decoder, pool)
-        runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy)
+        runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy, order=order)
         return Engine(config, runner, check=between_steps), check_addresses(model)
     model, capture_one = with_graphs(config, decoder, pool, together=leader.capture)
-    runner = ModelRunner(model, pool, config, together=leader.step, grammars=grammars, greedy=greedy)
+    runner = ModelRunner(model, pool, config, together=leader.step, grammars=grammars, greedy=greedy, order=order)
 
     def check() -> None:
         leader.check()

@@ -23,6 +23,7 @@ from gtp_serve.engine.step import Pending, StepItem, StepPlan, StepResult
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps
 from gtp_serve.ops.greedy import Greedy
+from gtp_serve.ops.sampling import Order
 
 
 class ForwardPass(Protocol):
@@ -70,7 +71,7 @@ class ModelRunner:
     :param together: entered around each forward pass, when its inputs are built: it tells the other ranks the plan
         and the recorded step that it runs in.
     :param grammars: compiles grammars for the model's tokenizer, if it has one.
-    :param greedy: see ``Sampler``.
+    :param greedy: see ``Sampler``, as ``order``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ModelRunner:
         together: Callable[[StepPlan, int | None], AbstractContextManager[None]] = lambda plan, bucket: nullcontext(),
         grammars: GrammarCompiler | None = None,
         greedy: Callable[[Tensor, int], Greedy] | None = None,
+        order: Order | None = None,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
@@ -89,7 +91,7 @@ class ModelRunner:
         self._together = together
         self._ready = decoder.ready if isinstance(decoder, ReadyPass) else None
         self._sampler = Sampler(
-            vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy
+            vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy, order=order
         )
 
     @torch.inference_mode()

@@ -35,7 +35,7 @@ from gtp_serve.ops.batch import Taps
 from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.logprobs import PromptLogprobs
 from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
-from gtp_serve.ops.sampling import GREEDY_BELOW, Sampled, sample
+from gtp_serve.ops.sampling import GREEDY_BELOW, Order, Sampled, sample
 
 _COMPILE_WAIT_SECONDS = 0.05
 """A step in which every sequence waits for its grammar waits with them, up to this long."""
@@ -102,6 +102,7 @@ class Sampler:
     :param grammars: None: a sequence with a grammar is a dead end.
     :param greedy: chooses in a step where every row is greedy and nothing else is asked of the logits; its
         log-probabilities may differ in the last bits from those of other steps.
+    :param order: see ``ops.sampling.sample``.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class Sampler:
         device: str | torch.device,
         grammars: GrammarCompiler | None = None,
         greedy: Callable[[Tensor, int], Greedy] | None = None,
+        order: Order | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._greedy = greedy
+        self._greedy, self._order = greedy, order
         self._device = torch.device(device)
         self._grammars = grammars
         self._counts = TokenCounts(vocab_size, device)
@@ -161,6 +163,7 @@ class Sampler:
             rows,
             vocab_size=self._vocab_size,
             shape=(lambda logits_SV: self._shape(logits_SV, prepared.specs, masks, ignored)) if shaped else None,
+            order=self._order,
         )
         return PendingTokens(prepared, sampled, Details.of(prepared.specs, rows, sampled), overruled)
 

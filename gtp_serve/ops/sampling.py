@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,8 +73,37 @@ def uniform(seed: int, index: int) -> float:
     return (_mix64(start + (index + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
+class Ordered(NamedTuple):
+    """The beginning of each row's ids in order, and what all of its ids weigh."""
+
+    top_SW: Tensor
+    """float32: logits, descending."""
+    ids_SW: Tensor
+    """int64; ascending among equals."""
+    mass_S: Tensor
+    """float64: the sum of exp((logit - largest) / temperature) over all ids."""
+
+
+Order = Callable[[Tensor, Tensor, int], Ordered]
+"""``order`` or its like."""
+
+
+def order(logits_SV: Tensor, temperature_S: Tensor, width: int) -> Ordered:
+    """The first ``width`` ids of each row, at most V, by logit descending, id ascending.
+
+    :param temperature_S: float32, positive.
+    """
+    top_SW, ids_SW = in_order(logits_SV, width)
+    return Ordered(top_SW, ids_SW, _mass(logits_SV, top_SW[:, :1], temperature_S[:, None]))
+
+
 def sample(
-    logits: Tensor, rows: SamplingRows, *, vocab_size: int, shape: Callable[[Tensor], Tensor] | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    vocab_size: int,
+    shape: Callable[[Tensor], Tensor] | None = None,
+    order: Order | None = None,
 ) -> Sampled:
     """Choose one id for each row.
 
@@ -81,13 +111,14 @@ def sample(
         looked at.
     :param shape: what is done to the logits ``[S, vocab_size]`` before anything is chosen; it may forbid ids with
         -inf, but not all of a row's.  Log-probabilities are those of the logits without it.
+    :param order: a faster ``order``, on a CPU.
     """
     logits_SV = logits[:, :vocab_size].float()
     # Both ends are NaN when any element is: two quick passes instead of a slow elementwise test.
     finite_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
     raw_SV = torch.where(finite_S[:, None], logits_SV, 0.0)
     allowed_SV = _without_banned(raw_SV if shape is None else shape(raw_SV), rows.banned)
-    token_ids_S = _choose(allowed_SV, rows)
+    token_ids_S = _choose(allowed_SV, rows, order)
     logprobs_S = raw_SV.log_softmax(-1).gather(1, token_ids_S[:, None])[:, 0]
     return Sampled(
         token_ids_S=token_ids_S,
@@ -136,17 +167,17 @@ def _without_banned(logits_SV: Tensor, banned: Sequence[tuple[int, ...]]) -> Ten
     return logits_SV.index_put(at, torch.tensor(-torch.inf, device=logits_SV.device))
 
 
-def _choose(logits_SV: Tensor, rows: SamplingRows) -> Tensor:
+def _choose(logits_SV: Tensor, rows: SamplingRows, order: Order | None) -> Tensor:
     token_ids_S = logits_SV.argmax(-1)  # the first of several equals, as documented
     drawn = [row for row, temperature in enumerate(rows.temperature) if temperature >= GREEDY_BELOW]
     if not drawn:
         return token_ids_S
     params = _Params.of(rows, logits_SV.device)
     narrow = {row for row in drawn if 1 <= rows.top_k[row] <= _NARROW}
-    _settle(token_ids_S, sorted(narrow), logits_SV, params, _NARROW)
+    _settle(token_ids_S, sorted(narrow), logits_SV, params, _NARROW, order)
     unsettled = [row for row in drawn if row not in narrow]
     for width in (*_WIDTHS, logits_SV.shape[1]):
-        unsettled = _settle(token_ids_S, unsettled, logits_SV, params, width)
+        unsettled = _settle(token_ids_S, unsettled, logits_SV, params, width, order)
     return token_ids_S
 
 
@@ -181,32 +212,45 @@ class _Params:
         )
 
 
-def _settle(token_ids_S: Tensor, which: list[int], logits_SV: Tensor, params: _Params, width: int) -> list[int]:
+def _settle(
+    token_ids_S: Tensor,
+    which: list[int],
+    logits_SV: Tensor,
+    params: _Params,
+    width: int,
+    order: Order | None,
+) -> list[int]:
     """Draw for rows from the first ``width`` ids of their order; returns the rows that need more of it."""
     vocab = logits_SV.shape[1]
-    at_once = max(1, _CPU_CHUNK // vocab) if logits_SV.device.type == "cpu" else max(1, len(which))
+    chunked = order is None and logits_SV.device.type == "cpu"
+    at_once = max(1, _CPU_CHUNK // vocab) if chunked else max(1, len(which))
     # A narrow order holds all of its top-k and a full one holds all: asking those would only make a GPU wait.
     certain = width == _NARROW or width >= vocab
     unsettled: list[int] = []
     for start in range(0, len(which), at_once):
         part = which[start : start + at_once]
         at = torch.tensor(part, device=logits_SV.device)
-        token_ids_S[at], settled_S = _draw(logits_SV[at], params.take(at), min(width, vocab))
+        own_SV = logits_SV if len(part) == len(logits_SV) else logits_SV[at]
+        token_ids_S[at], settled_S = _draw(own_SV, params.take(at), min(width, vocab), order)
         if not certain:
             unsettled += [row for row, done in zip(part, settled_S.tolist(), strict=True) if not done]
     return unsettled
 
 
-def _draw(logits_SV: Tensor, params: _Params, width: int) -> tuple[Tensor, Tensor]:
+def _draw(logits_SV: Tensor, params: _Params, width: int, order: Order | None) -> tuple[Tensor, Tensor]:
     """(chosen ids, whether ``width`` sufficed to choose them) for each row."""
     vocab = logits_SV.shape[1]
-    top_SW, ids_SW = in_order(logits_SV, width)
+    mass_S: Tensor | None = None
+    if order is None:
+        top_SW, ids_SW = in_order(logits_SV, width)
+    else:
+        top_SW, ids_SW, mass_S = order(logits_SV, params.temperature, width)
     best_S1, temperature_S1 = top_SW[:, :1], params.temperature[:, None]
     weights_SW = _weights(top_SW, best_S1, temperature_S1)
     sums_SW = weights_SW.cumsum(-1, dtype=torch.float64)
     all_S = sums_SW[:, -1]
     if _NARROW < width < vocab:
-        all_S = _weights(logits_SV, best_S1, temperature_S1).cumsum(-1, dtype=torch.float64)[:, -1]
+        all_S = mass_S if mass_S is not None else _mass(logits_SV, best_S1, temperature_S1)
 
     kept_S, top_k_S = _kept(weights_SW, sums_SW, params, vocab, all_S)
     unfiltered_S = (top_k_S == vocab) & (params.top_p >= 1) & (params.min_p <= 0)
@@ -242,6 +286,11 @@ def _kept(
 def _weights(logits: Tensor, best_S1: Tensor, temperature_S1: Tensor) -> Tensor:
     """Probabilities relative to the best id's, after temperature."""
     return ((logits - best_S1) / temperature_S1).exp()
+
+
+def _mass(logits_SV: Tensor, best_S1: Tensor, temperature_S1: Tensor) -> Tensor:
+    """Of all ids, float64.  One after the other: a sum's order would depend on how many rows there are."""
+    return _weights(logits_SV, best_S1, temperature_S1).cumsum(-1, dtype=torch.float64)[:, -1]
 
 
 def _prefix(sums_SW: Tensor, length_S: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.library import Threads
 from gtp_serve.ops.cpu.recording import CHOICES, OnlyRecorded, Program, Recording
 from gtp_serve.ops.greedy import Greedy
+from gtp_serve.ops.sampling import Ordered
 from gtp_serve.ops.table import REFERENCE, Ops
 
 COMPUTED = (torch.float32, torch.bfloat16)
@@ -315,6 +316,21 @@ class Native:
                 recording.keep(result)
         return Greedy(token_ids, logprobs, finite)
 
+    def order(self, logits_SV: Tensor, temperature_S: Tensor, width: int) -> Ordered:
+        """See ``ops.sampling.order``."""
+        count, vocab = logits_SV.shape
+        top_SW, ids_SW = torch.empty(count, width), torch.empty(count, width, dtype=torch.int64)
+        mass_S = torch.empty(count, dtype=torch.float64)
+        op = structs.Order(
+            **_pointers(logits=logits_SV, temperatures=temperature_S, top=top_SW, ids=ids_SW, mass=mass_S),
+            rows=count,
+            vocab=vocab,
+            logits_row=logits_SV.stride(0),
+            width=width,
+        )
+        self.threads.run([op])
+        return Ordered(top_SW, ids_SW, mass_S)
+
     # -- carrying out ------------------------------------------------------------------------------
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -395,4 +411,5 @@ def native_ops(threads: Threads) -> Ops:
         route=native.route,
         experts=native.experts,
         greedy=native.greedy,
+        order=native.order,
     )

@@ -142,7 +142,27 @@ class Greedy(Op):
     _fields_ = _whole("logits partials token_ids logprobs finite vocab logits_row")
 
 
-KINDS: tuple[type[Op], ...] = (Gather, Norm, Linear, Rope, Attention, Swiglu, AddShared, Route, Experts, Greedy)
+class Order(Op):
+    """The beginning of each row's ids in order, and the mass of all."""
+
+    KIND = 10
+    POINTERS = ("logits", "temperatures", "top", "ids", "mass")
+    _fields_ = _whole("logits temperatures top ids mass vocab logits_row width")
+
+
+KINDS: tuple[type[Op], ...] = (
+    Gather,
+    Norm,
+    Linear,
+    Rope,
+    Attention,
+    Swiglu,
+    AddShared,
+    Route,
+    Experts,
+    Greedy,
+    Order,
+)
 
 
 def sizes() -> list[int]:

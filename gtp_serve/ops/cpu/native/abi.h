@@ -18,6 +18,7 @@ enum Kind : int64_t {
   kRoute,
   kExperts,
   kGreedy,
+  kOrder,
   kKinds,
 };
 
@@ -129,6 +130,16 @@ struct GreedyOp : Op {
   float* logprobs;
   uint8_t* finite;
   int64_t vocab, logits_row;
+};
+
+// Of each row the first `width` ids (logit descending, id ascending) with their logits, and the sum over all of
+// exp((logit - largest) / temperature).
+struct OrderOp : Op {
+  const float *logits, *temperatures;
+  float* top;
+  int64_t* ids;
+  double* mass;
+  int64_t vocab, logits_row, width;
 };
 
 }  // namespace gtp

@@ -62,7 +62,7 @@ extern "C" {
 GTP_EXPORT void gtp_op_sizes(int64_t* sizes) {
   const int64_t found[kKinds] = {sizeof(GatherOp), sizeof(NormOp),      sizeof(LinearOp), sizeof(RopeOp),
                                  sizeof(AttentionOp), sizeof(SwigluOp), sizeof(AddSharedOp), sizeof(RouteOp),
-                                 sizeof(ExpertsOp), sizeof(GreedyOp)};
+                                 sizeof(ExpertsOp), sizeof(GreedyOp), sizeof(OrderOp)};
   std::memcpy(sizes, found, sizeof found);
 }
 
