@@ -274,7 +274,110 @@ def greedy(random: Random, memory: Memory, dtype: int) -> structs.Op:
     )
 
 
-OPS = (gather, norm, linear, rope, attention, swiglu, add_shared, route, experts, greedy)
+def order(random: Random, memory: Memory, dtype: int) -> structs.Op:
+    del dtype
+    rows, vocab = random.randint(1, 4), random.choice((1, 7, 63, 64, 65, 300, 1111))
+    width = random.choice((1, vocab, random.randint(1, vocab)))
+    stride, span = rows_of(random, rows, vocab)
+    return structs.Order(
+        rows=rows,
+        logits=memory.numbers(span, structs.F32),
+        temperatures=memory.numbers(rows, structs.F32),
+        top=memory.room(rows * width * 4),
+        ids=memory.room(rows * width * 8),
+        mass=memory.room(rows * 8),
+        vocab=vocab,
+        logits_row=stride,
+        width=width,
+    )
+
+
+def linear_after_norm(random: Random, memory: Memory, dtype: int) -> structs.Op:
+    later = linear(random, memory, dtype)
+    rows, size, width = later.rows, later.in_size, WIDTHS[dtype]
+    stride, span = rows_of(random, rows, size)
+    added = random.random() < 0.5
+    earlier = structs.Norm(
+        rows=rows,
+        x=memory.numbers(span, dtype),
+        delta=memory.numbers(span, dtype) if added else 0,
+        weight=memory.numbers(size, dtype),
+        total=memory.room(rows * size * width) if added else 0,
+        inner=1,
+        size=size,
+        x_row=stride,
+        delta_row=stride,
+        total_row=size,
+        out_row=size,
+        dtype=dtype,
+        eps=1e-5,
+    )
+    later.x = 0
+    later.join(earlier)
+    return later
+
+
+def attention_after_rotation(random: Random, memory: Memory, dtype: int) -> structs.Op:
+    kv_heads, half, block, width = random.randint(1, 3), random.choice((1, 4, 16, 20)), random.choice((1, 4, 16)), 40
+    heads, size, rows = kv_heads * random.randint(1, 4), 2 * half, random.randint(1, 4)
+    positions = [random.randrange(width * block) for _ in range(rows)]
+    tables = list(range(rows * width))
+    slots = [(row * width + at // block) * block + at % block for row, at in enumerate(positions)]
+    cache, bytes_of = rows * width * block * kv_heads * size, WIDTHS[dtype]
+    keys, values = memory.numbers(cache, dtype), memory.numbers(cache, dtype)
+    q, q_span = rows_of(random, rows, heads * size)
+    k, k_span = rows_of(random, rows, kv_heads * size)
+    angles, angles_span = rows_of(random, rows, half)
+    shared = {"rows": rows, "keys": keys, "values": values, "heads": heads, "kv_heads": kv_heads, "size": size}
+    earlier = structs.Rope(
+        **shared,
+        q=memory.numbers(q_span, dtype),
+        k=memory.numbers(k_span, dtype),
+        v=memory.numbers(k_span, dtype),
+        cos=memory.numbers(angles_span, dtype),
+        sin=memory.numbers(angles_span, dtype),
+        slots=memory.integers([random.choice((slot, slot, slot, -1, 1 << 60)) for slot in slots]),
+        q_row=q,
+        k_row=k,
+        v_row=k,
+        cos_row=angles,
+        num_slots=rows * width * block,
+        dtype=dtype,
+    )
+    later = structs.Attention(
+        **shared,
+        out=memory.room(rows * heads * size * bytes_of),
+        tables=memory.integers(tables),
+        positions=memory.integers(positions),
+        sequences=rows,
+        table_row=width,
+        q_row=heads * size,
+        block_size=block,
+        num_blocks=rows * width,
+        window=random.choice((0, 0, 1, 40)),
+        max_context=width * block,
+        dtype=dtype,
+        scale=size**-0.5,
+    )
+    later.join(earlier)
+    return later
+
+
+OPS = (
+    gather,
+    norm,
+    linear,
+    rope,
+    attention,
+    swiglu,
+    add_shared,
+    route,
+    experts,
+    greedy,
+    order,
+    linear_after_norm,
+    attention_after_rotation,
+)
 
 
 def main(path: str, seeds: int) -> None:

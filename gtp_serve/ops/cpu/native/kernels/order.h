@@ -17,14 +17,16 @@ inline uint64_t order_key(float logit, int64_t id) {
 
 inline int64_t id_of(uint64_t key) { return INT32_MAX - static_cast<int64_t>(key & 0xffffffffu); }
 
+// Without what is no number.
 inline float largest_of(const float* logits, int64_t count) {
   Vec most = all(-std::numeric_limits<float>::infinity());
   int64_t at = 0;
-  for (; at + kLanes <= count; at += kLanes) most = max(most, load(logits + at));
+  for (; at + kLanes <= count; at += kLanes) most = max(load(logits + at), most);  // of NaN and another the second
   float lane[kLanes];
   spill(lane, most);
   float found = *std::max_element(lane, lane + kLanes);
-  for (; at < count; ++at) found = std::max(found, logits[at]);
+  for (; at < count; ++at)
+    if (logits[at] > found) found = logits[at];
   return found;
 }
 
@@ -61,7 +63,9 @@ inline int64_t gather_keys(const float* logits, int64_t vocab, int64_t width, co
     for (int64_t id = block * size, stop = std::min(id + size, vocab); id < stop; ++id)
       if (logits[id] >= threshold) memory.keys[count++] = order_key(logits[id], id);
   }
-  return count;
+  if (count >= width) return count;
+  for (int64_t id = 0; id < vocab; ++id) memory.keys[id] = order_key(logits[id], id);  // some are no numbers
+  return vocab;
 }
 
 // The sum of exp((logit - best) / temperature), each term in float32, the sum in float64.

@@ -25,8 +25,9 @@ inline void rotate_query(const RopeOp& o, int64_t row, int64_t head, T* out) {
 template <class T>
 inline void cache_head(const RopeOp& o, int64_t row, int64_t head) {
   const auto *cos = static_cast<const T*>(o.cos), *sin = static_cast<const T*>(o.sin);
-  const int64_t slot = o.slots[row], at = (slot * o.kv_heads + head) * o.size;
+  const int64_t slot = o.slots[row];
   if (slot < 0 || slot >= o.num_slots) return;
+  const int64_t at = (slot * o.kv_heads + head) * o.size;
   rotate_head(static_cast<const T*>(o.k) + row * o.k_row + head * o.size, cos + row * o.cos_row, sin + row * o.cos_row,
               static_cast<T*>(o.keys) + at, o.size / 2);
   std::memcpy(static_cast<T*>(o.values) + at, static_cast<const T*>(o.v) + row * o.v_row + head * o.size,
