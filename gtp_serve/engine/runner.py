@@ -18,7 +18,8 @@ from gtp_serve.config import EngineConfig
 from gtp_serve.engine.capture import ReadyStep
 from gtp_serve.engine.grammar import GrammarCompiler
 from gtp_serve.engine.inputs import build_batch
-from gtp_serve.engine.sampler import PendingTokens, Prepared, Sampler
+from gtp_serve.engine.pending import PendingTokens, Prepared
+from gtp_serve.engine.sampler import Sampler
 from gtp_serve.engine.step import Pending, StepItem, StepPlan, StepResult
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps

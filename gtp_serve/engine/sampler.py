@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,22 +20,18 @@ from torch import Tensor
 from gtp_serve.engine.details import Details
 from gtp_serve.engine.grammar import GrammarCompiler, GrammarParser, fill_masks, mask_of
 from gtp_serve.engine.inputs import build_rows
+from gtp_serve.engine.pending import Masks, PendingTokens, Prepared
 from gtp_serve.engine.step import (
     COMPLETE,
     DEAD_END,
-    NO_TOKEN,
     NOT_YET,
-    PromptScores,
     SampleSpec,
     Shaping,
     StepPlan,
-    StepResult,
 )
-from gtp_serve.ops.batch import Taps
 from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.logprobs import PromptLogprobs
 from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
-from gtp_serve.ops.sampling import GREEDY_BELOW, Order, Sampled, sample
+from gtp_serve.ops.sampling import GREEDY_BELOW, Order, sample
 
 _COMPILE_WAIT_SECONDS = 0.05
 """A step in which every sequence waits for its grammar waits with them, up to this long."""
@@ -53,47 +49,6 @@ class _History:
     bias_values: Tensor | None = None
     allowed_W: NDArray[np.int32] | None = None
     allowed_V: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Masks:
-    """Grammar masks of some sampler rows."""
-
-    rows: tuple[int, ...] = ()
-    words: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    overruled: tuple[tuple[int, int], ...] = ()
-    """(row, what the result says instead of a token)."""
-
-
-class Prepared:
-    """A step that was begun: its specs, the taps for the model, and the masks under way."""
-
-    def __init__(self, plan: StepPlan, vocab_size: int) -> None:
-        self.plan = plan
-        self.specs = [item.sample for item in plan.items if item.sample is not None]
-        self.masks: Future[_Masks] | None = None
-        self.scores = _prompt_logprobs(plan, vocab_size)
-        self.routes: list[Tensor] | None = [] if any(item.routes for item in plan.items) else None
-
-    @property
-    def taps(self) -> Taps | None:
-        """What the model's pass must give beside logits."""
-        if self.scores is None and self.routes is None:
-            return None
-        return Taps(scored=None if self.scores is None else self.scores.add, routes=self.routes)
-
-
-def _prompt_logprobs(plan: StepPlan, vocab_size: int) -> PromptLogprobs | None:
-    specs = [item.score for item in plan.items if item.score is not None]
-    if not specs:
-        return None
-    per_row = [(target, spec.options) for spec in specs for target in spec.targets]
-    return PromptLogprobs(
-        [target for target, _ in per_row],
-        [options.top_n for _, options in per_row],
-        [options.token_ids for _, options in per_row],
-        vocab_size=vocab_size,
-    )
 
 
 class Sampler:
@@ -178,7 +133,7 @@ class Sampler:
             history.parser = self._grammars.compile(shaping.params.grammar)
         return history.parser
 
-    def _masks(self, wanted: Sequence[tuple[int, SampleSpec, Future[GrammarParser] | None]], everyone: bool) -> _Masks:
+    def _masks(self, wanted: Sequence[tuple[int, SampleSpec, Future[GrammarParser] | None]], everyone: bool) -> Masks:
         overruled: list[tuple[int, int]] = []
         ready: list[tuple[int, SampleSpec, GrammarParser]] = []
         patience = _COMPILE_WAIT_SECONDS if everyone else 0.0
@@ -195,12 +150,12 @@ class Sampler:
             patience = 0.0
         return self._fill(ready, overruled)
 
-    def _fill(self, ready: Sequence[tuple[int, SampleSpec, GrammarParser]], overruled: list[tuple[int, int]]) -> _Masks:
+    def _fill(self, ready: Sequence[tuple[int, SampleSpec, GrammarParser]], overruled: list[tuple[int, int]]) -> Masks:
         for _, spec, parser in ready:
             if spec.shaping is not None:
                 parser.feed(spec.shaping.tokens, spec.shaping.prompt_len)
         if self._grammars is None or not ready:
-            return _Masks(overruled=tuple(overruled))
+            return Masks(overruled=tuple(overruled))
         words = fill_masks(self._grammars.executor, [parser for *_, parser in ready], self._vocab_size)
         kept: list[int] = []
         for at, (row, spec, parser) in enumerate(ready):
@@ -209,7 +164,7 @@ class Sampler:
                 kept.append(at)
             else:
                 overruled.append((row, COMPLETE if parser.complete else DEAD_END))
-        return _Masks(rows=tuple(ready[at][0] for at in kept), words=words[kept], overruled=tuple(overruled))
+        return Masks(rows=tuple(ready[at][0] for at in kept), words=words[kept], overruled=tuple(overruled))
 
     # -- logits ------------------------------------------------------------------------------------
 
@@ -220,7 +175,7 @@ class Sampler:
         return history
 
     def _shape(
-        self, logits_SV: Tensor, specs: Sequence[SampleSpec], masks: _Masks | None, ignored: Collection[int]
+        self, logits_SV: Tensor, specs: Sequence[SampleSpec], masks: Masks | None, ignored: Collection[int]
     ) -> Tensor:
         logits_SV = self._biased(self._penalised(logits_SV, specs), specs)
         logits_SV = self._only_allowed(logits_SV, specs, ignored)
@@ -345,67 +300,3 @@ def _unpack(words_RW: Tensor, vocab_size: int) -> Tensor:
     """[R, vocab_size] bool from 32 ids in each int32."""
     bits = torch.arange(32, dtype=torch.int32, device=words_RW.device)
     return ((words_RW[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab_size]
-
-
-class PendingTokens:
-    """A step's result that the device may still be working on."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        sampled: Sampled | Greedy,
-        details: Details | None,
-        overruled: Sequence[tuple[int, int]],
-    ) -> None:
-        self._plan, self._scores, self._routes = prepared.plan, prepared.scores, prepared.routes
-        self._token_ids_S = torch.where(sampled.finite_S, sampled.token_ids_S, NO_TOKEN)
-        self._logprobs_S = sampled.logprobs_S
-        self._details = details
-        self._overruled = overruled
-
-    def wait(self) -> StepResult:
-        """The step's result, on the host."""
-        token_ids, logprobs = self._token_ids_S.tolist(), self._logprobs_S.tolist()
-        for row, instead in self._overruled:
-            if token_ids[row] != NO_TOKEN:
-                token_ids[row] = instead
-        details = () if self._details is None else self._details.add_to(logprobs, len(token_ids))
-        return StepResult(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            details=details,
-            scores=() if self._scores is None else _scores_by_item(self._plan, self._scores),
-            routed=() if not self._routes else _routed_by_item(self._plan, self._routes),
-        )
-
-
-def _scores_by_item(plan: StepPlan, scores: PromptLogprobs) -> tuple[PromptScores | None, ...]:
-    logprobs, details = scores.on_host()
-    found: list[PromptScores | None] = []
-    start = 0
-    for item in plan.items:
-        if item.score is None:
-            found.append(None)
-            continue
-        part = slice(start, start + len(item.score.targets))
-        start = part.stop
-        options = item.score.options
-        found.append(
-            PromptScores(
-                logprobs=logprobs[part],
-                top=tuple(top for top, _ in details[part]) if options.top_n else (),
-                listed=tuple(listed for _, listed in details[part]) if options.token_ids else (),
-            )
-        )
-    return tuple(found)
-
-
-def _routed_by_item(plan: StepPlan, routes: Sequence[Tensor]) -> tuple[bytes, ...]:
-    routed_TLC = torch.stack(list(routes), 1).int().cpu().numpy().astype("<i4", copy=False)
-    found: list[bytes] = []
-    start = 0
-    for item in plan.items:
-        end = start + len(item.token_ids)
-        found.append(routed_TLC[start:end].tobytes() if item.routes else b"")
-        start = end
-    return tuple(found)

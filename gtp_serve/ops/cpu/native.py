@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from gtp_serve.ops.batch import AttentionPlan, Batch
 from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.library import Threads
+from gtp_serve.ops.cpu.order import order
 from gtp_serve.ops.cpu.recording import CHOICES, OnlyRecorded, Program, Recording
 from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.sampling import Ordered
 from gtp_serve.ops.table import REFERENCE, Ops
 
 COMPUTED = (torch.float32, torch.bfloat16)
@@ -59,7 +60,7 @@ class Native:
         out = self._empty(x.shape, x.dtype, x)
         inner = (x.shape[1], x.stride(1), out.stride(1)) if x.dim() == 3 else (1, 0, 0)
         op = structs.Norm(
-            **_pointers(x=x, weight=weight_D, out=out),
+            **structs.pointers(x=x, weight=weight_D, out=out),
             inner=inner[0],
             size=x.shape[-1],
             x_row=x.stride(0),
@@ -76,7 +77,7 @@ class Native:
         """The norm of the sum, and the sum."""
         out, total = (self._empty(x_TD.shape, x_TD.dtype, x_TD) for _ in range(2))
         op = structs.Norm(
-            **_pointers(x=x_TD, delta=delta_TD, weight=weight_D, out=out, total=total),
+            **structs.pointers(x=x_TD, delta=delta_TD, weight=weight_D, out=out, total=total),
             inner=1,
             size=x_TD.shape[1],
             x_row=x_TD.stride(0),
@@ -125,7 +126,7 @@ class Native:
         out = self._empty((rows.shape[0], weight.shape[0] // (2 if gated else 1)), out_dtype, rows)
         weight, scale = self.int8.get(weight.data_ptr(), (weight, None))
         op = structs.Linear(
-            **_pointers(x=rows, weight=weight, bias=bias, scale=scale, out=out, partials=partials),
+            **structs.pointers(x=rows, weight=weight, bias=bias, scale=scale, out=out, partials=partials),
             in_size=weight.shape[1],
             out_size=weight.shape[0],
             x_row=rows.stride(0),
@@ -146,7 +147,7 @@ class Native:
         size = gate_up.shape[-1] // 2
         out = self._empty((rows.shape[0], size), rows.dtype, rows)
         op = structs.Swiglu(
-            **_pointers(x=rows, out=out),
+            **structs.pointers(x=rows, out=out),
             size=size,
             x_row=rows.stride(0),
             out_row=size,
@@ -160,7 +161,7 @@ class Native:
         out = self._empty((numbers.shape[0], table.shape[1]), table.dtype, numbers)
         width = table.element_size()
         op = structs.Gather(
-            **_pointers(ids=numbers, table=table, out=out),
+            **structs.pointers(ids=numbers, table=table, out=out),
             table_rows=table.shape[0],
             width_bytes=table.shape[1] * width,
             table_stride_bytes=table.stride(0) * width,
@@ -186,8 +187,8 @@ class Native:
         q_THE, k_TKE, v_TKE = map(_side_by_side, (q_THE, k_TKE, v_TKE))
         out = self._empty(q_THE.shape, q_THE.dtype, q_THE)
         op = structs.Rope(
-            **_pointers(q=q_THE, k=k_TKE, v=v_TKE, cos=cos_TR, sin=sin_TR, out_q=out),
-            **_pointers(keys=keys_NPKE, values=values_NPKE, slots=slots_T),
+            **structs.pointers(q=q_THE, k=k_TKE, v=v_TKE, cos=cos_TR, sin=sin_TR, out_q=out),
+            **structs.pointers(keys=keys_NPKE, values=values_NPKE, slots=slots_T),
             heads=q_THE.shape[1],
             kv_heads=k_TKE.shape[1],
             size=q_THE.shape[2],
@@ -214,8 +215,8 @@ class Native:
         q_THE = _side_by_side(q_THE)
         out = self._empty(q_THE.shape, q_THE.dtype, q_THE)
         op = structs.Attention(
-            **_pointers(q=q_THE, keys=keys_NPKE, values=values_NPKE, out=out),
-            **_pointers(tables=plan.tables_SB, starts=plan.starts, positions=plan.positions_T),
+            **structs.pointers(q=q_THE, keys=keys_NPKE, values=values_NPKE, out=out),
+            **structs.pointers(tables=plan.tables_SB, starts=plan.starts, positions=plan.positions_T),
             sequences=plan.tables_SB.shape[0],
             table_row=plan.tables_SB.stride(0),
             heads=q_THE.shape[1],
@@ -237,7 +238,7 @@ class Native:
         """``base + shared``, the latter times ``sigmoid(gate)`` where there is one."""
         out = self._empty(base_TD.shape, base_TD.dtype, base_TD)
         op = structs.AddShared(
-            **_pointers(base=base_TD, y=shared_TD, gate=gate_T1, out=out),
+            **structs.pointers(base=base_TD, y=shared_TD, gate=gate_T1, out=out),
             size=base_TD.shape[1],
             dtype=_CODES[base_TD.dtype],
         )
@@ -255,7 +256,7 @@ class Native:
         weights_TC = self._empty((count, top_k), torch.float32, logits_TX)
         experts_TC = self._empty((count, top_k), torch.int64, logits_TX)
         op = structs.Route(
-            **_pointers(logits=logits_TX, weights=weights_TC, experts=experts_TC),
+            **structs.pointers(logits=logits_TX, weights=weights_TC, experts=experts_TC),
             num_experts=num_experts,
             chosen=top_k,
             logits_row=logits_TX.stride(0),
@@ -275,9 +276,9 @@ class Native:
         gate_up_XFD, gate_up_XF = self.int8.get(gate_up_XFD.data_ptr(), (gate_up_XFD, None))
         down_XDF, down_XD = self.int8.get(down_XDF.data_ptr(), (down_XDF, None))
         op = structs.Experts(
-            **_pointers(x=x_TD, weights=weights_TC, experts=experts_TC),
-            **_pointers(gate_up=gate_up_XFD, down=down_XDF, out=out),
-            **_pointers(gate_up_scale=gate_up_XF, down_scale=down_XD),
+            **structs.pointers(x=x_TD, weights=weights_TC, experts=experts_TC),
+            **structs.pointers(gate_up=gate_up_XFD, down=down_XDF, out=out),
+            **structs.pointers(gate_up_scale=gate_up_XF, down_scale=down_XD),
             size=x_TD.shape[1],
             ffn=down_XDF.shape[2],
             num_experts=down_XDF.shape[0],
@@ -301,8 +302,8 @@ class Native:
         known = self._summaries.get(logits.data_ptr())
         fits = known is not None and known.logits.shape[1] == vocab_size and known.logits.stride(0) == logits.stride(0)
         op = structs.Greedy(
-            **_pointers(partials=known.partials if known is not None and fits else None),
-            **_pointers(logits=logits, token_ids=token_ids, logprobs=logprobs, finite=finite),
+            **structs.pointers(partials=known.partials if known is not None and fits else None),
+            **structs.pointers(logits=logits, token_ids=token_ids, logprobs=logprobs, finite=finite),
             rows=count,
             vocab=vocab_size,
             logits_row=logits.stride(0),
@@ -315,21 +316,6 @@ class Native:
             for result in (token_ids, logprobs, finite):
                 recording.keep(result)
         return Greedy(token_ids, logprobs, finite)
-
-    def order(self, logits_SV: Tensor, temperature_S: Tensor, width: int) -> Ordered:
-        """See ``ops.sampling.order``."""
-        count, vocab = logits_SV.shape
-        top_SW, ids_SW = torch.empty(count, width), torch.empty(count, width, dtype=torch.int64)
-        mass_S = torch.empty(count, dtype=torch.float64)
-        op = structs.Order(
-            **_pointers(logits=logits_SV, temperatures=temperature_S, top=top_SW, ids=ids_SW, mass=mass_S),
-            rows=count,
-            vocab=vocab,
-            logits_row=logits_SV.stride(0),
-            width=width,
-        )
-        self.threads.run([op])
-        return Ordered(top_SW, ids_SW, mass_S)
 
     # -- carrying out ------------------------------------------------------------------------------
 
@@ -377,10 +363,6 @@ class NativeAttention:
         return self.ops.attend(q_THE, keys_NPKE, values_NPKE, self, scale)
 
 
-def _pointers(**tensors: Tensor | None) -> dict[str, int]:
-    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-
-
 def _side_by_side(x_THE: Tensor) -> Tensor:
     """The same with the heads of a row one behind the other."""
     return x_THE if x_THE.stride(1) == x_THE.shape[2] else x_THE.contiguous()
@@ -411,5 +393,5 @@ def native_ops(threads: Threads) -> Ops:
         route=native.route,
         experts=native.experts,
         greedy=native.greedy,
-        order=native.order,
+        order=partial(order, threads),
     )

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import Structure, c_double, c_int64
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 F32, BF16, I8 = 0, 1, 2
 HEAD_BLOCK = 64
 """Logits that one ``Partial`` sums up."""
 PARTIAL_FLOATS = 4
 """Size of a ``Partial`` in float32."""
+
+
+class Addressed(Protocol):
+    """A tensor."""
+
+    def data_ptr(self) -> int:
+        """Where its first element lies."""
+        ...
+
+
+def pointers(**tensors: Addressed | None) -> dict[str, int]:
+    """Fields of an operation that hold these tensors' addresses."""
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def _whole(names: str) -> list[tuple[str, Any]]:
