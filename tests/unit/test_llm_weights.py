@@ -20,6 +20,8 @@ from gtp_serve.layout.huggingface import stored_name
 CONFIG = replace(SMALL, max_context=4096, dtype="float32")
 PROMPT = [3, 1, 4, 1, 5]
 KV = "8MiB"
+LONG = 4000
+"""Tokens that take much longer than an update does."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_other_weights_give_what_an_llm_of_them_gives_and_a_rollback_what_was(
 
 def test_a_thread_that_generates_goes_on_while_another_one_updates(llm: LLM, folders: dict[str, Path]) -> None:
     found: list[Completion] = []
-    thread = threading.Thread(target=lambda: found.append(complete(llm, 800)))
+    thread = threading.Thread(target=lambda: found.append(complete(llm, LONG)))
     thread.start()
     while llm.stats().generation_tokens_total < 20:
         pass
@@ -78,14 +80,14 @@ def test_a_thread_that_generates_goes_on_while_another_one_updates(llm: LLM, fol
     thread.join()
     (completion,) = found
     assert record.state == "committed"
-    assert len(completion.ids) == 800
+    assert len(completion.ids) == LONG
     assert versions(completion) == ["0", "step-7"]
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "abort"])
 def test_running_sequences_are_waited_for_or_ended(llm: LLM, folders: dict[str, Path], in_flight: str) -> None:
     found: list[Completion] = []
-    thread = threading.Thread(target=lambda: found.append(complete(llm, 400)))
+    thread = threading.Thread(target=lambda: found.append(complete(llm, LONG)))
     thread.start()
     while not llm.stats().generation_tokens_total:
         pass
@@ -94,7 +96,7 @@ def test_running_sequences_are_waited_for_or_ended(llm: LLM, folders: dict[str, 
     (completion,) = found
     assert versions(completion) == ["0"]
     assert completion.finish_reason.type == ("length" if in_flight == "wait" else "abort")
-    assert (len(completion.ids) == 400) == (in_flight == "wait")
+    assert (len(completion.ids) == LONG) == (in_flight == "wait")
 
 
 def test_what_cannot_be_taken_is_refused_and_the_old_weights_serve_on(
