@@ -18,7 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "gtp_serve" / "ops" / "cpu" / "native"
 FOLDER = ROOT / "build" / "emulated"
-TESTS = [f"tests/parity/test_native_{name}.py" for name in ("linear", "small", "attention", "experts", "steps", "order")]
+TESTS = [
+    f"tests/parity/test_native_{name}.py" for name in ("linear", "small", "attention", "experts", "steps", "order")
+]
 _FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 _EMULATED = ["-mavx2", "-mfma", "-include", str(Path(__file__).with_name("avx512_emulation.h"))]
 _SETS = {

@@ -229,14 +229,14 @@ def test_l2_sigterm_lets_running_requests_finish_and_refuses_new_ones(commands: 
     url = command.url()
     with (
         httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False) as http,
-        ThreadPoolExecutor(4) as pool,
+        ThreadPoolExecutor(24) as pool,
     ):
         params = {"max_new_tokens": 50, "ignore_eos": True}
-        running = [pool.submit(post, http, text="a", sampling_params=params) for _ in range(4)]
+        running = [pool.submit(post, http, text="a", sampling_params=params) for _ in range(24)]
         until(lambda: gauge(http, "requests_running") > 0)
         command.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(http))
-        assert [len(reply.result()["output_ids"]) for reply in running] == [50] * 4
+        assert [len(reply.result()["output_ids"]) for reply in running] == [50] * 24
     code, seconds = command.end()
     assert (code, seconds < 5) == (0, True)
 

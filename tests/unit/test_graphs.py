@@ -17,15 +17,10 @@ from gtp_serve.engine.addresses import AddressRegistry
 from gtp_serve.engine.capture import EagerCapture, EagerStep
 from gtp_serve.engine.collective import GroupCollective
 from gtp_serve.engine.engine import Engine
-from gtp_serve.engine.graphs import (
-    SCRATCH_BLOCKS,
-    DecodeGraphs,
-    bucket_sizes,
-    build_graphs,
-    refusal,
-)
+from gtp_serve.engine.graphs import DecodeGraphs, bucket_sizes, build_graphs, refusal
 from gtp_serve.engine.runner import ModelRunner
 from gtp_serve.errors import EngineFault, UsageError
+from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Batch, Taps
