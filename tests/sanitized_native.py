@@ -68,8 +68,8 @@ def gather(random: Random, memory: Memory, dtype: int) -> structs.Op:
     )
 
 
-def norm(random: Random, memory: Memory, dtype: int) -> structs.Op:
-    rows, size, width = random.randint(1, 9), random.randint(1, 70), WIDTHS[dtype]
+def norm(random: Random, memory: Memory, dtype: int, rows: int = 0, size: int = 0) -> structs.Op:
+    rows, size, width = rows or random.randint(1, 9), size or random.randint(1, 70), WIDTHS[dtype]
     stride, span = rows_of(random, rows, size)
     return structs.Norm(
         rows=rows,
@@ -294,24 +294,10 @@ def order(random: Random, memory: Memory, dtype: int) -> structs.Op:
 
 def linear_after_norm(random: Random, memory: Memory, dtype: int) -> structs.Op:
     later = linear(random, memory, dtype)
-    rows, size, width = later.rows, later.in_size, WIDTHS[dtype]
-    stride, span = rows_of(random, rows, size)
-    added = random.random() < 0.5
-    earlier = structs.Norm(
-        rows=rows,
-        x=memory.numbers(span, dtype),
-        delta=memory.numbers(span, dtype) if added else 0,
-        weight=memory.numbers(size, dtype),
-        total=memory.room(rows * size * width) if added else 0,
-        inner=1,
-        size=size,
-        x_row=stride,
-        delta_row=stride,
-        total_row=size,
-        out_row=size,
-        dtype=dtype,
-        eps=1e-5,
-    )
+    earlier = norm(random, memory, dtype, later.rows, later.in_size)
+    if random.random() < 0.5:
+        earlier.delta = earlier.total = 0
+    earlier.out = 0
     later.x = 0
     later.join(earlier)
     return later

@@ -3,6 +3,8 @@
     step: wait, commit n, schedule n+1, launch n+1 -> events of n     add, abort, send them ...     step ...
                                                 |------------ n+1 computes -------------------------|
 
+A recorded step on a CPU computes in ``wait`` instead: the cores are busy with it either way.
+
 A step that raises costs the requests in it and no others; three in a row, or an EngineFault, end the engine.
 """
 

@@ -11,6 +11,7 @@ from fakes import TINY_MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 from native_library import THREADS
+from random_decoder import random_decoder
 from torch import Tensor
 
 from gtp_serve.config import ModelConfig, MoeConfig
@@ -19,7 +20,7 @@ from gtp_serve.engine.graphs import DecodeGraphs
 from gtp_serve.errors import EngineFault
 from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
-from gtp_serve.models.decoder import Decoder, build_decoder
+from gtp_serve.models.decoder import Decoder
 from gtp_serve.ops.batch import Batch
 from gtp_serve.ops.cpu.native import native_ops
 from gtp_serve.ops.cpu.recording import OnlyRecorded, place
@@ -41,20 +42,7 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.12}
 
 
 def make(model: ModelConfig, dtype: torch.dtype, ops: Ops, blocks: int = BLOCKS) -> tuple[Decoder, KVPool]:
-    decoder = build_decoder(model, dtype=dtype, device="cpu", ops=ops)
-    generator = torch.Generator().manual_seed(5)
-    for target in decoder.targets():
-        target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2)
-    pool = KVPool(
-        num_layers=model.num_layers,
-        num_blocks=blocks + SCRATCH_BLOCKS,
-        block_size=BLOCK,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-        device="cpu",
-    )
-    return decoder, pool
+    return random_decoder(model, dtype, ops, blocks=blocks, block_size=BLOCK)
 
 
 def batch_of(parts: Sequence[tuple[int, int, int]], width: int = 8, blocks: int = BLOCKS) -> Batch:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fakes import TINY_MODEL, engine_config
 from native_library import THREADS
+from random_decoder import random_decoder
 
 from gtp_serve.config import ModelConfig
 from gtp_serve.engine.capture import NativeCapture
@@ -24,9 +25,7 @@ from gtp_serve.engine.step import (
     StepPlan,
 )
 from gtp_serve.engine.thread import InThread
-from gtp_serve.kv.blocks import SCRATCH_BLOCKS
 from gtp_serve.kv.pool import KVPool
-from gtp_serve.models.decoder import build_decoder
 from gtp_serve.ops.cpu.native import native_ops
 from gtp_serve.request import LogprobOptions, SamplingParams
 
@@ -45,19 +44,7 @@ SAMPLED = (
 
 def make(model: ModelConfig, *, captured: bool = True, greedy: bool = True) -> tuple[ModelRunner, DecodeGraphs, KVPool]:
     ops = native_ops(THREADS)
-    decoder = build_decoder(model, dtype=torch.bfloat16, device="cpu", ops=ops)
-    generator = torch.Generator().manual_seed(5)
-    for target in decoder.targets():
-        target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2)
-    pool = KVPool(
-        num_layers=model.num_layers,
-        num_blocks=BLOCKS + SCRATCH_BLOCKS,
-        block_size=BLOCK,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=torch.bfloat16,
-        device="cpu",
-    )
+    decoder, pool = random_decoder(model, torch.bfloat16, ops, blocks=BLOCKS, block_size=BLOCK)
     assert ops.recorder is not None
     graphs = DecodeGraphs(
         decoder, pool, NativeCapture(ops.recorder, model.vocab_size), sizes=[ROWS], max_blocks=WIDTH, together=alone
