@@ -198,23 +198,32 @@ def test_a_long_context_is_shared_by_threads_without_changing_a_bit(name: str) -
     torch.testing.assert_close(shared[0], expected(case, parts), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SETS)
-def test_what_is_not_a_number_stays_in_its_row(name: str) -> None:
-    case = case_of(Random(4), [200], dtype=torch.float32, heads=(4, 2), size=16, block=8)
+def test_what_is_not_a_number_stays_in_its_row(name: str, dtype: torch.dtype) -> None:
+    case = case_of(Random(4), [200], dtype=dtype, heads=(4, 2), size=16, block=8)
     clean = attend(TABLES[name, 2], case, [(0, 0, 200)])[0]
+    query = case.queries[0][50, 1].clone()
     case.queries[0][50, 1] = torch.nan
     found = attend(TABLES[name, 2], case, [(0, 0, 200)])[0]
     assert found[50, 1].isnan().all()
     found[50, 1] = clean[50, 1]
     assert torch.equal(found, clean)
-    # A value at position 100 is seen from there on, by the heads of its KV head.
-    slot = case.tables[0, 100 // 8], 100 % 8
-    case.queries[0][50, 1] = 0
-    case.values[slot][1] = torch.inf
-    found = attend(TABLES[name, 2], case, [(0, 0, 200)])[0]
-    assert torch.equal(found[:100, 2:], clean[:100, 2:])
-    assert not found[100:, 2:].isfinite().any()
-    assert torch.equal(found[100:, :2], clean[100:, :2])
+    case.queries[0][50, 1] = query
+    # A value is seen from its position on, by the heads of its KV head; positions are taken in pairs somewhere.
+    for position in (100, 101):
+        slot = case.tables[0, position // 8], position % 8
+        value = case.values[slot][1].clone()
+        case.values[slot][1] = torch.inf
+        found = attend(TABLES[name, 2], case, [(0, 0, 200)])[0]
+        assert torch.equal(found[:position], clean[:position])
+        assert not found[position:, 2:].isfinite().any()
+        assert torch.equal(found[:, :2], clean[:, :2])
+        for row in (position - 1, position):
+            assert torch.equal(
+                attend(TABLES[name, 1], case, [(0, row, row + 1)])[0].isfinite(), found[row : row + 1].isfinite()
+            )
+        case.values[slot][1] = value
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -38,7 +38,7 @@ _AVX512 = ("-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _X86 = {
     "avx2": ("-mavx2", "-mfma"),
     "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
 
 

@@ -33,7 +33,8 @@ const Isa kIsas[] = {
 #if !defined(GTP_WITHOUT_avx512bf16)
     {"avx512bf16", avx512bf16::kKernels,
      [] {
-       return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+       return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+              __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
      }},
 #endif

@@ -1,5 +1,6 @@
 // Threads that carry out a step: one parallel region for all of its operations, a barrier after each phase of each.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <sys/types.h>
 
@@ -26,6 +27,15 @@ struct Context {
 
   // The first of `count` pieces of this phase that nobody has taken; past the end when none is left.
   int64_t next(int64_t count = 1) const { return cursor->fetch_add(count, std::memory_order_relaxed); }
+
+  // f(row) for rows of short work, several at a time: the cursor's line of memory travels between cores as slowly as
+  // some rows are done.
+  template <class F>
+  void each_row(F f) const {
+    const int64_t count = rows / (threads * 8) + 1;
+    for (int64_t first; (first = next(count)) < rows;)
+      for (int64_t row = first; row < std::min(first + count, rows); ++row) f(row);
+  }
 };
 
 struct Scratch {

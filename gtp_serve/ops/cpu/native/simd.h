@@ -103,16 +103,41 @@ inline Vec odd_of(Vec pairs) {
 }
 #if defined(__AVX512BF16__)
 inline __m512bh load_pairs(const bf16* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+// Of vectors of pairs of bf16: sums + the products of both.
+inline Vec dot_pairs(Vec a, Vec b, Vec sums) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+// Both as bf16, `first` before `second`; numbers that are too small for a normal one become 0.
+inline Vec narrow_both(Vec first, Vec second) { return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(second, first)); }
+// Pairs of a[i] and b[i], 2 * kLanes of them: low[lane] is that of interleaved_place(0, lane), high[lane] of (1, lane).
+inline void interleave(const bf16* a, const bf16* b, Vec& low, Vec& high) {
+  const __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+  low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(first, second));
+  high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(first, second));
+}
+// a * 2^n, n whole; too small is 0
+inline Vec scaled(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+constexpr int interleaved_place(int part, int lane) { return lane / 4 * 8 + part * 4 + lane % 4; }
+inline Vec all_bits(uint32_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(bits))); }
+inline Vec and_bits(Vec a, Vec b) { return _mm512_and_ps(a, b); }
 #endif
-// Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
+// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of 32 bits.
 inline __m512i whole(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline __m512i widened(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline __m512i whole_zero() { return _mm512_setzero_si512(); }
-inline __m512i multiply_pairs(__m512i a, __m512i b) { return _mm512_madd_epi16(a, b); }
-inline __m512i add_whole(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+inline __m512i add_pairs(__m512i a, __m512i b, __m512i sums) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpwssd_epi32(sums, a, b);
+#else
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+#endif
+}
 inline Vec from_whole(__m512i a) { return _mm512_cvtepi32_ps(a); }
+inline void put_whole(int16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 using Vec = __m256;
@@ -176,15 +201,21 @@ inline Vec odd_of(Vec pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper));
 }
-// Whole numbers of 16 bits, and their products in pairs as sums of 32 bits.
+// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of 32 bits.
 inline __m256i whole(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline __m256i widened(const int8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline __m256i whole_zero() { return _mm256_setzero_si256(); }
-inline __m256i multiply_pairs(__m256i a, __m256i b) { return _mm256_madd_epi16(a, b); }
-inline __m256i add_whole(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+inline __m256i add_pairs(__m256i a, __m256i b, __m256i sums) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+}
 inline Vec from_whole(__m256i a) { return _mm256_cvtepi32_ps(a); }
+inline void put_whole(int16_t* p, Vec x) {
+  const __m256i kept = _mm256_cvtps_epi32(x);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(kept, kept), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
 #else
 constexpr int kLanes = 8;
 struct Vec {
@@ -235,6 +266,9 @@ inline Vec scaled_by_power(Vec a, Vec n) {
   });
 }
 inline void spill(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline void put_whole(int16_t* p, Vec x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(x.lane[i]);
+}
 #endif
 
 // Lanes are added in halves: i and i + n/2, then i and i + n/4, ...
@@ -269,6 +303,8 @@ inline void sum_four(const Vec* x, float* sums) {
 
 // Asks for a line of memory to be brought near; the address need not be anybody's.
 inline void prefetch(uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address)); }
+// The same, but not nearer than the second cache.
+inline void prefetch_second(uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2); }
 
 // A vector whose first `count` lanes are read and whose others are 0.
 template <class T>

@@ -1,9 +1,10 @@
-// Attention over the paged cache, float32 throughout.  A row takes its keys in blocks that lie at fixed positions of
-// its sequence, with a running maximum; blocks are summed up in splits, at fixed positions too, which are joined in
-// their order.  So its result depends on its own context alone: not on the batch, on how a prompt was cut into chunks,
-// or on how many threads share a long context.
+// Attention over the paged cache, in float32 unless attention_dots.h does it.  A row takes its keys in blocks that lie
+// at fixed positions of its sequence, with a running maximum; blocks are summed up in splits, at fixed positions too,
+// which are joined in their order.  So its result depends on its own context alone: not on the batch, on how a prompt
+// was cut into chunks, or on how many threads share a long context.
 #pragma once
 
+#include "attention_dots.h"
 #include "attention_sums.h"
 
 namespace gtp {
@@ -11,6 +12,7 @@ namespace GTP_ISA {
 
 constexpr int64_t kSplit = 256;     // positions that one thread sums up alone
 constexpr int64_t kQueryTile = 96;   // rows, times the heads that share a KV head, that share a pass over the keys
+constexpr int64_t kManySequences = 4;  // for each thread: so many are taken whole
 constexpr int64_t kFewPieces = 64;  // so few pieces are cut at splits, for threads to share
 constexpr size_t kSplitMemory = size_t{32} << 20;
 
@@ -50,9 +52,42 @@ struct TileMemory {
   }
 };
 
+// Positions [start + low, start + high) of a sequence, and where the keys and values of a KV head lie.
+template <class T>
+struct KeyBlock {
+  int64_t start, low, high;
+  const T *keys[kKeyBlock], *values[kKeyBlock];
+
+  // Those of the block at `at` that are in [first, stop).  What is not there may be asked for, as anything may.
+  void find(const AttentionOp& o, int64_t sequence, int64_t kv, int64_t at, int64_t first, int64_t stop) {
+    start = at, low = first - at, high = std::min(stop - at, kKeyBlock);
+    const int64_t width = o.kv_heads * o.size, *table = o.tables + sequence * o.table_row;
+    int64_t entry = first / o.block_size, inside = first % o.block_size;
+    for (int64_t key = low; key < high; ++entry, inside = 0) {
+      const int64_t number = std::clamp<int64_t>(table[entry], 0, o.num_blocks - 1);
+      int64_t place = (number * o.block_size + inside) * width + kv * o.size;
+      for (; inside < o.block_size && key < high; ++inside, ++key, place += width) {
+        keys[key] = static_cast<const T*>(o.keys) + place;
+        values[key] = static_cast<const T*>(o.values) + place;
+      }
+    }
+    const auto* anything = static_cast<const T*>(o.keys);
+    std::fill(keys, keys + std::min(low, kKeyBlock), anything);
+    std::fill(keys + std::max<int64_t>(high, 0), keys + kKeyBlock, anything);
+  }
+};
+
+// Positions that a row sees; nothing outside its table.
+inline Seen seen_by(const AttentionOp& o, int64_t row) {
+  const int64_t last = std::min(o.positions[row], o.max_context - 1);
+  return {o.window > 0 ? std::max<int64_t>(0, last - o.window + 1) : 0, last + 1};
+}
+
 // Some rows of a sequence and the heads of a KV head: `rows * group` queries, those of a row beside one another.
 template <class T>
 struct Tile {
+  using Arithmetic = typename ArithmeticOf<T>::Type;
+  using Block = KeyBlock<T>;
   const AttentionOp& o;
   const TileMemory& memory;
   const int64_t group, sequence, row, rows, kv, queries;
@@ -62,17 +97,11 @@ struct Tile {
       : o(op), memory(own), group(group_of(op)), sequence(s), row(first_row), rows(count), kv(kv_head),
         queries(count * group) {
     for (int64_t i = 0; i < rows; ++i) {
-      const Seen seen = positions(i);
+      const Seen seen = seen_by(o, row + i);
       for (int64_t g = 0; g < group; ++g) memory.limits[i * group + g] = seen;
       earliest = i == 0 ? seen.first : std::min(earliest, seen.first);
       latest = std::max(latest, seen.stop - 1);
     }
-  }
-
-  // Positions that a row sees; nothing outside its table.
-  Seen positions(int64_t i) const {
-    const int64_t last = std::min(o.positions[row + i], o.max_context - 1);
-    return {o.window > 0 ? std::max<int64_t>(0, last - o.window + 1) : 0, last + 1};
   }
 
   void load_queries() const {
@@ -81,9 +110,7 @@ struct Tile {
       auto* rotated = reinterpret_cast<T*>(memory.all_mixed);  // not in use yet
       if (o.before) rotate_query(*o.before, row + i / group, head, rotated);
       const T* q = o.before ? rotated : static_cast<const T*>(o.q) + (row + i / group) * o.q_row + head * o.size;
-      float* wide = memory.q + i * memory.q_row;
-      for (int64_t e = 0; e < o.size; ++e) wide[e] = widen(q[e]);
-      std::fill(wide + o.size, wide + memory.q_row, 0.0f);
+      Arithmetic::put_query(q, o.size, memory.q + i * memory.q_row, memory.q_row);
     }
   }
 
@@ -93,46 +120,24 @@ struct Tile {
   }
 
   // Sums over the positions of one split; false where no row sees any.
-  bool sum_split(int64_t split) const {
+  // following: what is wanted after this tile, to be fetched meanwhile; may be null.
+  bool sum_split(int64_t split, const Block* following) const {
     const int64_t first = std::max(earliest, split * kSplit), stop = std::min(latest + 1, (split + 1) * kSplit);
     if (first >= stop) return false;
     std::fill(memory.sums, memory.sums + queries, Sums{-std::numeric_limits<float>::infinity(), 0.0f});
     std::fill(memory.mixed, memory.mixed + queries * memory.mixed_row, 0.0f);
     Block one, two, *now = &one, *next = &two;
     const auto find_at = [&](int64_t start, Block& block) {
-      block.start = start;
-      block.low = std::max(first - start, int64_t{0}), block.high = std::min(latest + 1 - start, kKeyBlock);
-      if (block.low < block.high) find(block);
-      // What is not there may be asked for, as anything may.
-      const auto* anything = static_cast<const T*>(o.keys);
-      std::fill(block.keys, block.keys + std::min(block.low, kKeyBlock), anything);
-      std::fill(block.keys + std::max<int64_t>(block.high, 0), block.keys + kKeyBlock, anything);
+      if (start > latest && following) block = *following;
+      else block.find(o, sequence, kv, start, std::max(first, start), latest + 1);
     };
-    find_at(first / kKeyBlock * kKeyBlock, *now);
-    for (; now->start < stop; std::swap(now, next)) {
-      find_at(now->start + kKeyBlock, *next);  // may be of the next split: it is only fetched
+    int64_t start = first / kKeyBlock * kKeyBlock;
+    for (find_at(start, *now); start < stop; std::swap(now, next)) {
+      start += kKeyBlock;
+      find_at(start, *next);  // may be of the next split: it is only fetched
       sum_block(*now, *next);
     }
     return true;
-  }
-
-  // Positions [start + low, start + high) and where their keys and values lie.
-  struct Block {
-    int64_t start, low, high;
-    const T *keys[kKeyBlock], *values[kKeyBlock];
-  };
-
-  void find(Block& block) const {
-    const int64_t width = o.kv_heads * o.size, *table = o.tables + sequence * o.table_row;
-    int64_t entry = (block.start + block.low) / o.block_size, inside = (block.start + block.low) % o.block_size;
-    for (int64_t key = block.low; key < block.high; ++entry, inside = 0) {
-      const int64_t number = std::clamp<int64_t>(table[entry], 0, o.num_blocks - 1);
-      int64_t at = (number * o.block_size + inside) * width + kv * o.size;
-      for (; inside < o.block_size && key < block.high; ++inside, ++key, at += width) {
-        block.keys[key] = static_cast<const T*>(o.keys) + at;
-        block.values[key] = static_cast<const T*>(o.values) + at;
-      }
-    }
   }
 
   static void fetch(const T* row, int64_t bytes) {
@@ -145,7 +150,7 @@ struct Tile {
     for (int64_t key = 0; key < low; ++key) block.keys[key] = block.keys[low];
     // Memory is asked for the next block a little at a time: for its values while these keys are turned, for its keys
     // between the rows' scores, or where rows are few while these values are used.
-    const bool widens = widens_blocks();
+    const bool shares = shares_blocks(), widens = shares && Arithmetic::kWidensKeys;
     float* turned = memory.keys;
     for (int64_t key = 0; key < high; key += kLanes) {
       for (int64_t i = std::max(key, next.low), stop = std::min(key + kLanes, next.high); i < stop; ++i)
@@ -166,7 +171,7 @@ struct Tile {
     }
     const int64_t columns = (high + kLanes - 1) / kLanes * kLanes, words = key_words<T>(o.size);
     widens ? score<float>(columns, 2 * words) : score<T>(columns, words);
-    const int64_t share = widens ? kKeyBlock / queries + 1 : 0;
+    const int64_t share = shares ? kKeyBlock / queries + 1 : 0;
     for (int64_t i = 0, key = std::max(next.low, int64_t{0}); i < queries; ++i) {
       for (const int64_t stop = std::min(next.high, key + share); key < stop; ++key) fetch(next.keys[key], bytes);
       if (memory.seen[i].any())
@@ -174,15 +179,14 @@ struct Tile {
               memory.mixed + i * memory.mixed_row, memory.mixed_row);
     }
     for (int64_t i = 0; i < queries; ++i)
-      if (memory.seen[i].any()) soften(memory.scores + i * kKeyBlock, memory.sums[i]);
-    if (!widens) return mix(Scattered<T>{block.values, next.keys}, o.size);
-    for (int64_t key = low; key < high; ++key)
-      widen_value(block.values[key], o.size, memory.values + key * memory.mixed_row);
-    mix(Panel{memory.values, memory.mixed_row}, memory.mixed_row);
+      if (memory.seen[i].any()) Arithmetic::soften(memory.scores + i * kKeyBlock, memory.sums[i]);
+    if (!shares) return mix(Arithmetic::scattered(block.values, next.keys, o.size), o.size);
+    Arithmetic::fill_panel(block.values, low, high, o.size, memory.values, memory.mixed_row);
+    mix(Arithmetic::panel(memory.values, memory.mixed_row), memory.mixed_row);
   }
 
-  // Whether so many queries meet each key and value that widening it once, into memory, costs less than each time.
-  bool widens_blocks() const { return sizeof(T) == 2 && queries > kMostRows; }
+  // Whether so many queries meet each key and value that preparing it once, in memory, costs less than each time.
+  bool shares_blocks() const { return sizeof(T) == 2 && queries > kMostRows; }
 
   // Scores of the block's first `count` keys, a multiple of kLanes; Key: what they are turned into, `words` each.
   template <class Key>
@@ -198,16 +202,16 @@ struct Tile {
     const Vec scale = all(static_cast<float>(o.scale));
     int64_t at = 0;
     for (; at + V * kLanes <= count; at += V * kLanes)
-      score_rows<Key, R, V>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+      Arithmetic::template score<Key, R, V>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
     for (; at < count; at += kLanes)
-      score_rows<Key, R, 1>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
+      Arithmetic::template score<Key, R, 1>(q, memory.q_row, memory.keys + at, words, scale, scores + at);
   }
 
   template <class Values>
   void mix(const Values& values, int64_t size) const {
     by_rows([&](auto rows, int64_t i) {
-      mix_tile<rows>(memory.scores + i * kKeyBlock, values, memory.seen + i, size, memory.mixed + i * memory.mixed_row,
-                     memory.mixed_row);
+      Arithmetic::template mix<rows>(memory.scores + i * kKeyBlock, values, memory.seen + i, size,
+                                     memory.mixed + i * memory.mixed_row, memory.mixed_row);
     });
   }
 
@@ -236,7 +240,7 @@ struct Tile {
   }
 
   // The whole tile by one thread.
-  void attend() const {
+  void attend(const Block* following) const {
     cache();
     load_queries();
     const float nothing = -std::numeric_limits<float>::infinity();
@@ -244,7 +248,7 @@ struct Tile {
     std::fill(memory.all_sums, memory.all_sums + queries, Sums{nothing, 0.0f});
     std::fill(memory.all_mixed, memory.all_mixed + queries * memory.mixed_row, 0.0f);
     for (int64_t split = earliest / kSplit; split * kSplit <= latest; ++split) {
-      if (!sum_split(split)) continue;
+      if (!sum_split(split, following)) continue;
       for (int64_t i = 0; i < queries; ++i) {
         if (!sees_split(i, split)) continue;
         const float* mixed = memory.mixed + i * memory.mixed_row;
@@ -258,7 +262,7 @@ struct Tile {
       }
     }
     for (int64_t i = 0; i < queries; ++i)
-      finish(memory.all_sums[i], memory.all_mixed + i * memory.mixed_row, out(i), o.size);
+      finish<T, Arithmetic>(memory.all_sums[i], memory.all_mixed + i * memory.mixed_row, out(i), o.size);
   }
 };
 
@@ -315,8 +319,25 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
     return kept + ((row * o.heads + head) * cut.splits + split) * width;
   };
   if (cut.splits == 1) {
-    for (int64_t piece; (piece = context.next()) < cut.tiles * o.kv_heads;)
-      tile_at(piece / o.kv_heads, piece % o.kv_heads, [](const Tile<T>& tile) { tile.attend(); });
+    // Where there are many sequences, a thread takes all heads of one: what lies side by side is read by one core.
+    const int64_t together = !o.starts && cut.tiles >= kManySequences * context.threads ? o.kv_heads : 1;
+    const int64_t pieces = cut.tiles * o.kv_heads / together;
+    // A tile of one row is done before memory gives its first keys: they are asked for while the one before it is done.
+    KeyBlock<T> first_keys;
+    const auto find_first = [&](int64_t tile) -> const KeyBlock<T>* {
+      if (o.starts || tile >= cut.tiles * o.kv_heads) return nullptr;
+      const int64_t row = cut.tiles - 1 - tile / o.kv_heads;
+      const Seen seen = seen_by(o, row);
+      first_keys.find(o, row, tile % o.kv_heads, seen.first / kKeyBlock * kKeyBlock, seen.first, seen.stop);
+      return &first_keys;
+    };
+    for (int64_t later, piece = context.next(); piece < pieces; piece = later) {
+      later = context.next();
+      for (int64_t at = piece * together; at < (piece + 1) * together; ++at) {
+        const auto* following = find_first(at + 1 < (piece + 1) * together ? at + 1 : later * together);
+        tile_at(at / o.kv_heads, at % o.kv_heads, [&](const Tile<T>& tile) { tile.attend(following); });
+      }
+    }
   } else if (context.phase == 0) {
     for (int64_t piece; (piece = context.next()) < cut.tiles * cut.splits * o.kv_heads;) {
       const int64_t split = piece / o.kv_heads % cut.splits;
@@ -324,7 +345,7 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
         // Who sees the row's own position, which is in its last split, puts it there.
         if (std::clamp<int64_t>(tile.latest / kSplit, 0, cut.splits - 1) == split) tile.cache();
         tile.load_queries();
-        if (!tile.sum_split(split)) return;
+        if (!tile.sum_split(split, nullptr)) return;
         for (int64_t i = 0; i < tile.queries; ++i) {
           float* to = place(tile, i, split);
           to[0] = memory.sums[i].largest, to[1] = memory.sums[i].total;
@@ -345,7 +366,7 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
             const float* next = place(tile, i, split);
             join(sums, total + kLanes, {next[0], next[1]}, next + kLanes, memory.mixed_row);
           }
-          finish(sums, total + kLanes, tile.out(i), o.size);
+          finish<T, typename Tile<T>::Arithmetic>(sums, total + kLanes, tile.out(i), o.size);
         }
       });
     }

@@ -269,7 +269,42 @@ inline void join(Sums& all_sums, float* all_mixed, const Sums& sums, const float
     spill(all_mixed + at, fma(load(mixed + at), all(now), mul(load(all_mixed + at), all(before))));
 }
 
+// The arithmetic as attention.h uses it, in float32.
+//   put_query   a query as score() reads it, in so many floats
+//   fill_panel  the values of keys [low, high) of a block side by side, where many queries share them
+//   place       which element of kStep vectors of sums a lane of one of them is
 template <class T>
+struct Plain {
+  static constexpr bool kWidensKeys = sizeof(T) == 2;
+  static void put_query(const T* q, int64_t size, float* to, int64_t room) {
+    for (int64_t e = 0; e < size; ++e) to[e] = widen(q[e]);
+    std::fill(to + size, to + room, 0.0f);
+  }
+  template <class Key, int R, int V>
+  static void score(const float* q, int64_t q_row, const float* keys, int64_t words, Vec scale, float* scores) {
+    score_rows<Key, R, V>(q, q_row, keys, words, scale, scores);
+  }
+  static void soften(float* scores, Sums& sums) { gtp::GTP_ISA::soften(scores, sums); }
+  static void fill_panel(const T* const* values, int64_t low, int64_t high, int64_t size, float* panel, int64_t row) {
+    for (int64_t key = low; key < high; ++key) widen_value(values[key], size, panel + key * row);
+  }
+  static Scattered<T> scattered(const T* const* values, const T* const* next_keys, int64_t) { return {values, next_keys}; }
+  static Panel panel(const float* rows, int64_t row) { return {rows, row}; }
+  template <int R, class Values>
+  static void mix(const float* powers, const Values& values, const Seen* seen, int64_t size, float* mixed,
+                  int64_t mixed_row) {
+    mix_tile<R>(powers, values, seen, size, mixed, mixed_row);
+  }
+  static constexpr int place(int part, int lane) { return kStep<T> * lane + part; }
+};
+
+// How rows of T are attended.
+template <class T>
+struct ArithmeticOf {
+  using Type = Plain<T>;
+};
+
+template <class T, class Arithmetic>
 inline void finish(const Sums& sums, const float* mixed, T* out, int64_t size) {
   const Vec total = all(sums.total);
   for (int64_t at = 0; at < size; at += kStep<T> * kLanes) {
@@ -277,7 +312,7 @@ inline void finish(const Sums& sums, const float* mixed, T* out, int64_t size) {
     for (int part = 0; part < kStep<T>; ++part) {
       float lane[kLanes];
       spill(lane, div(load(mixed + at + part * kLanes), total));
-      for (int i = 0; i < kLanes; ++i) wide[kStep<T> * i + part] = lane[i];
+      for (int i = 0; i < kLanes; ++i) wide[Arithmetic::place(part, i)] = lane[i];
     }
     for (int part = 0; part < kStep<T>; ++part) {
       const int64_t start = at + part * kLanes, left = size - start;

@@ -7,7 +7,7 @@ namespace GTP_ISA {
 template <class T>
 inline void route_rows(const RouteOp& o, const Context& context) {
   auto* powers = reinterpret_cast<float*>(context.own);
-  for (int64_t row; (row = context.next()) < context.rows;) {
+  context.each_row([&](int64_t row) {
     const T* logits = static_cast<const T*>(o.logits) + row * o.logits_row;
     float *weights = o.weights + row * o.chosen, total = 0.0f, kept = 0.0f;
     int64_t* experts = o.experts + row * o.chosen;
@@ -26,7 +26,7 @@ inline void route_rows(const RouteOp& o, const Context& context) {
     }
     if (o.normalise)
       for (int64_t place = 0; place < o.chosen; ++place) weights[place] /= kept;
-  }
+  });
 }
 
 inline void route(const Op& op, const Context& context) {

@@ -1,30 +1,31 @@
 // x @ weight.T for weights as they lie.  Each output is one dot product, its terms added in the order of linear_order.h:
 // neither the number of rows nor who computes beside it changes a bit.
 //
-// Activations are arranged once, by each thread for itself where they are few, else in a phase of their own.  Then
-// threads take pieces, blocks of outputs by blocks of rows; in a piece a few rows of weights meet all rows, one tile after
+// Activations are arranged once, by each thread for itself where they are few, else in a phase of their own; not where
+// they lie as they are read.  Then threads take pieces, blocks of outputs by blocks of rows; in a piece a few rows of weights meet all rows, one tile after
 // the other.
 #pragma once
 
 #include "linear_order.h"
-#include "linear_tile.h"
 #include "linear_output.h"
+#if defined(__AVX512F__)
+#include "linear_wide.h"
+#else
+#include "linear_tile.h"
+#endif
 
 namespace gtp {
 namespace GTP_ISA {
 
 constexpr int64_t kAlone = 8192;              // activations that a thread arranges faster than it passes a barrier
 constexpr int64_t kRowsBytes = 256 << 10;     // of arranged activations in a piece: stays in the second cache
-constexpr int64_t kPieceColumns = 96;         // outputs of a piece at most: whole tiles, also of its halves
-constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
-constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
-constexpr int64_t kBehind = 512;              // bytes of the next rows that one row's stream leaves to the processor
 
 // How one linear is cut up; of its shape and of the number of threads, none of which changes a result.
 struct LinearPlan {
   int64_t outputs, parts;  // parts: 2 where gate and up make one output
   int64_t x_row;           // elements of an arranged row
-  bool alone;
+  bool direct;             // inputs are read where they lie
+  bool alone;              // each thread arranges them for itself
   int64_t columns, rows;     // of a piece
   int64_t row_blocks, pieces;
   size_t x_bytes, y_bytes, norm_bytes;
@@ -32,20 +33,23 @@ struct LinearPlan {
 
 constexpr size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-template <class O>
+template <class T, class O>
 inline LinearPlan plan_linear(const LinearOp& o, int64_t rows, int64_t threads) {
   LinearPlan plan{};
   plan.parts = o.swiglu ? 2 : 1;
   plan.outputs = o.out_size / plan.parts;
   plan.x_row = arranged_size<O>(o.in_size);
-  plan.alone = rows * o.in_size <= kAlone;
-  plan.columns = o.partials ? kHeadBlock : kPieceColumns;
-  while (!o.partials && plan.columns > 16 && plan.outputs < plan.columns * threads * 8) plan.columns /= 2;
+  plan.direct = std::is_same_v<T, typename O::Packed> && O::kInOrder && !o.before && o.in_size % O::kStep == 0;
+  plan.alone = plan.direct || rows * o.in_size <= kAlone;
+  const PieceSize size = piece_size(rows);
+  const int64_t wanted = threads * size.each_thread, share = (plan.outputs + wanted - 1) / wanted;
+  const int64_t step = o.partials ? kHeadBlock : kPieceStep;
+  plan.columns = std::clamp((share + step - 1) / step * step, step, size.most_columns / step * step);
   const int64_t fitting = kRowsBytes / std::max<int64_t>(plan.x_row * sizeof(typename O::Packed), 1);
   plan.rows = std::min(rows, std::clamp<int64_t>(fitting / kTileRows, 8, 64) * kTileRows);
   plan.row_blocks = plan.rows ? (rows + plan.rows - 1) / plan.rows : 0;
   plan.pieces = (plan.outputs + plan.columns - 1) / plan.columns * plan.row_blocks;
-  plan.x_bytes = padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
+  plan.x_bytes = plan.direct ? 0 : padded_bytes(rows * plan.x_row * sizeof(typename O::Packed));
   plan.y_bytes = padded_bytes((plan.rows * plan.parts * plan.columns + kLanes) * sizeof(float));  // read in whole vectors
   plan.norm_bytes = o.before ? 2 * padded_bytes(o.in_size * sizeof(float)) : 0;
   return plan;
@@ -57,42 +61,11 @@ inline void prefetch_some(const void* weights) {
   for (int64_t byte = 0; byte < kLead; byte += 64) prefetch(address + byte);
 }
 
-// The products of `rows` arranged rows with `columns` rows of weights, which are read as they lie.
-// following: weights that are wanted next.
-template <class O>
-inline void multiply_rows(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
-                          int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
-                          const typename O::Weight* following) {
-  constexpr int kBytes = sizeof(typename O::Weight);
-  int taken;
-  for (int64_t n = 0; n < columns; n += taken) {
-    const int64_t left = columns - n;
-    taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns)) : left >= kRowColumns ? kRowColumns : 1;
-    const auto* here = w + n * w_row;
-    const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
-    // The rows after these: for one row, which is done with them soon, from a little behind their beginning on, else from
-    // a little before it.  What is too much for the first cache waits in the second; long rows are streams that the
-    // processor follows by itself.
-    const int64_t group = taken * w_row * kBytes;
-    const bool fetches = group <= (rows > 1 ? 4 * kNear : kNear);
-    const auto ahead = rows > 1 ? next - std::min(kLead, group) / 4 : next + kBehind;
-    for (int64_t m = 0; m < rows;) {
-      const int high = tile_rows(rows - m);
-      const auto* inputs = x + m * x_row;
-      if (m == 0 && fetches)
-        any_tile<O, kBytes>(high, taken, inputs, x_row, here, w_row, size, y + n, y_row, ahead);
-      else
-        any_tile<O, 0>(high, taken, inputs, x_row, here, w_row, size, y + m * y_row + n, y_row, 0);
-      m += high;
-    }
-  }
-}
-
 template <class T, class W>
 inline void linear_pieces(const LinearOp& o, const Context& context) {
   using O = LinearOrder<T, W>;
   using Packed = typename O::Packed;
-  const LinearPlan plan = plan_linear<O>(o, context.rows, context.threads);
+  const LinearPlan plan = plan_linear<T, O>(o, context.rows, context.threads);
   const auto arrange = [&](int64_t row, Packed* to) {
     const T* from;
     if (o.before) {
@@ -107,9 +80,11 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
     }
     arrange_row<O>(from, o.in_size, to + row * plan.x_row);
   };
-  auto* x = reinterpret_cast<Packed*>(plan.alone ? context.own : context.shared);
+  auto* const arranged = reinterpret_cast<Packed*>(plan.alone ? context.own : context.shared);
+  const auto* const x = plan.direct ? static_cast<const Packed*>(o.x) : arranged;
+  const int64_t x_row = plan.direct ? o.x_row : plan.x_row;
   if (!plan.alone && context.phase == 0) {
-    for (int64_t row; (row = context.next()) < context.rows;) arrange(row, x);
+    context.each_row([&](int64_t row) { arrange(row, arranged); });
     return;
   }
   auto* y = reinterpret_cast<float*>(context.own + (plan.alone ? plan.x_bytes : 0));
@@ -119,8 +94,8 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
   // The piece after this one is taken beforehand, so that its weights are on their way when it begins.
   int64_t piece = context.next();
   if (piece < plan.pieces) prefetch_some(weights_of(piece));
-  if (plan.alone)
-    for (int64_t row = 0; row < context.rows; ++row) arrange(row, x);
+  if (plan.alone && !plan.direct)
+    for (int64_t row = 0; row < context.rows; ++row) arrange(row, arranged);
   while (piece < plan.pieces) {
     const int64_t later = context.next();
     const W* const following = weights_of(later < plan.pieces ? later : piece);
@@ -130,8 +105,7 @@ inline void linear_pieces(const LinearOp& o, const Context& context) {
       const W* here = weights + (part * plan.outputs + first) * o.weight_row;
       const W* next = part + 1 < plan.parts ? here + plan.outputs * o.weight_row : following;
       float* to = y + part * plan.columns;
-      multiply_rows<O>(x + row * plan.x_row, plan.x_row, rows, here, o.weight_row, stop - first, o.in_size, to, y_row,
-                       next);
+      multiply_rows<O>(x + row * x_row, x_row, rows, here, o.weight_row, stop - first, o.in_size, to, y_row, next);
     }
     prefetch_some(following);
     for (int64_t m = 0; m < rows; ++m)
@@ -157,7 +131,9 @@ inline void linear(const Op& op, const Context& context) {
 }
 
 inline LinearPlan plan_of(const LinearOp& o, int64_t rows, int64_t threads) {
-  return with_types(o, [&](auto x, auto w) { return plan_linear<LinearOrder<decltype(x), decltype(w)>>(o, rows, threads); });
+  return with_types(o, [&](auto x, auto w) {
+    return plan_linear<decltype(x), LinearOrder<decltype(x), decltype(w)>>(o, rows, threads);
+  });
 }
 
 inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {
@@ -167,7 +143,7 @@ inline Scratch linear_scratch(const Op& op, int64_t rows, int threads) {
 }
 
 inline int linear_phases(const Op& op, int64_t rows) {
-  return rows * static_cast<const LinearOp&>(op).in_size <= kAlone ? 1 : 2;
+  return plan_of(static_cast<const LinearOp&>(op), rows, 1).alone ? 1 : 2;
 }
 
 }  // namespace GTP_ISA

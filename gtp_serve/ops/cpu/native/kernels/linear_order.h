@@ -9,6 +9,7 @@
 //   inputs    what belongs to it, of an arranged row
 //   add       the two multiplied and added to the sums
 //   arrange   a whole step
+//   kInOrder  whether that leaves elements where they are
 #pragma once
 
 namespace gtp {
@@ -20,6 +21,7 @@ struct Straight {
   using Weight = W;
   using Packed = float;
   using Term = Vec;
+  static constexpr bool kInOrder = true;
   static constexpr int kStep = 2 * kLanes;
   template <int kHalf>
   static Term weights(const W* p) { return load(p + kHalf * kLanes); }
@@ -39,6 +41,7 @@ struct Paired {
   using Weight = bf16;
   using Packed = float;
   using Term = Vec;
+  static constexpr bool kInOrder = false;
   static constexpr int kStep = 2 * kLanes;
   template <int kHalf>
   static Term weights(const bf16* p) { return kHalf ? load_odd(p) : load_even(p); }
@@ -58,6 +61,7 @@ struct Dotted {
   using Weight = bf16;
   using Packed = bf16;
   using Term = __m512bh;
+  static constexpr bool kInOrder = true;
   static constexpr int kStep = 4 * kLanes;
   template <int kHalf>
   static Term weights(const bf16* p) { return load_pairs(p + kHalf * 2 * kLanes); }
@@ -79,6 +83,7 @@ struct Whole {
 #else
   using Term = __m256i;
 #endif
+  static constexpr bool kInOrder = false;
   static constexpr int kStep = 4 * kLanes;
   static constexpr int64_t kBlock = 2048;  // 127 * 32767 as often fits a sum of 32 bits
   template <int kHalf>
@@ -86,7 +91,7 @@ struct Whole {
   template <int kHalf>
   static Term inputs(const int16_t* p) { return whole(p + kHalf * 2 * kLanes); }
   static Term none() { return whole_zero(); }
-  static Term add(Term a, Term b, Term sums) { return add_whole(sums, multiply_pairs(a, b)); }
+  static Term add(Term a, Term b, Term sums) { return add_pairs(a, b, sums); }
   static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
   static int64_t padded(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
   static const float* scales(const int16_t* row, int64_t size) {
@@ -165,10 +170,11 @@ inline void arrange_whole(const X* from, int64_t size, int16_t* to) {
     const Vec inverse = all(finite ? std::ldexp(1.0f, -power) : 0.0f);
     const Vec low = all(-32767.0f), high = all(32767.0f);
     each_vector<X>(count, [&](int64_t at, auto read, auto) {
-      float whole[kLanes];
-      spill(whole, nearest(min(max(mul(read(from + first + at), inverse), low), high)));
-      const int64_t valid = std::min<int64_t>(kLanes, count - at);
-      for (int64_t i = 0; i < valid; ++i) to[first + at + i] = static_cast<int16_t>(whole[i]);
+      const Vec whole = nearest(min(max(mul(read(from + first + at), inverse), low), high));
+      if (count - at >= kLanes) return put_whole(to + first + at, whole);
+      int16_t edge[kLanes];
+      put_whole(edge, whole);
+      std::memcpy(to + first + at, edge, (count - at) * sizeof(int16_t));
     });
   }
   std::fill(to + size, to + O::padded(size), int16_t{0});

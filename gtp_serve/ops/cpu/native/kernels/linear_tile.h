@@ -1,8 +1,21 @@
 // A tile of outputs: a few rows of activations by a few rows of weights, their running sums in registers.
 #pragma once
 
+#include "linear_order.h"
+
 namespace gtp {
 namespace GTP_ISA {
+
+constexpr int64_t kLead = 4 << 10;            // how far the stream of weights runs ahead, if that may be chosen
+constexpr int64_t kNear = 16 << 10;           // what may be fetched ahead of its use into the first cache
+constexpr int64_t kBehind = 512;              // bytes of the next rows that one row's stream leaves to the processor
+
+constexpr int64_t kPieceStep = 24;            // outputs of a piece are a multiple of it: whole tiles and vectors
+// Outputs of a piece at most, and how many pieces each thread should find.
+struct PieceSize {
+  int64_t most_columns, each_thread;
+};
+constexpr PieceSize piece_size(int64_t) { return {96, 8}; }
 
 // As many as registers hold the sums of, and what is multiplied.
 #if defined(__AVX2__)
@@ -177,6 +190,37 @@ inline void any_tile(int rows, int columns, const typename O::Packed* x, int64_t
 inline int tile_rows(int64_t left) {
   if (left == kTileRows + 1) return static_cast<int>((left + 1) / 2);
   return static_cast<int>(std::min<int64_t>(left, kTileRows));
+}
+
+// The products of `rows` arranged rows with `columns` rows of weights, which are read as they lie.
+// following: weights that are wanted next.
+template <class O>
+inline void multiply_rows(const typename O::Packed* x, int64_t x_row, int64_t rows, const typename O::Weight* w,
+                          int64_t w_row, int64_t columns, int64_t size, float* y, int64_t y_row,
+                          const typename O::Weight* following) {
+  constexpr int kBytes = sizeof(typename O::Weight);
+  int taken;
+  for (int64_t n = 0; n < columns; n += taken) {
+    const int64_t left = columns - n;
+    taken = rows > 1 ? static_cast<int>(std::min<int64_t>(left, kTileColumns)) : left >= kRowColumns ? kRowColumns : 1;
+    const auto* here = w + n * w_row;
+    const auto next = reinterpret_cast<uintptr_t>(n + taken < columns ? here + taken * w_row : following);
+    // The rows after these: for one row, which is done with them soon, from a little behind their beginning on, else from
+    // a little before it.  What is too much for the first cache waits in the second; long rows are streams that the
+    // processor follows by itself.
+    const int64_t group = taken * w_row * kBytes;
+    const bool fetches = group <= (rows > 1 ? 4 * kNear : kNear);
+    const auto ahead = rows > 1 ? next - std::min(kLead, group) / 4 : next + kBehind;
+    for (int64_t m = 0; m < rows;) {
+      const int high = tile_rows(rows - m);
+      const auto* inputs = x + m * x_row;
+      if (m == 0 && fetches)
+        any_tile<O, kBytes>(high, taken, inputs, x_row, here, w_row, size, y + n, y_row, ahead);
+      else
+        any_tile<O, 0>(high, taken, inputs, x_row, here, w_row, size, y + m * y_row + n, y_row, 0);
+      m += high;
+    }
+  }
 }
 
 }  // namespace GTP_ISA

@@ -61,8 +61,9 @@ inline void norm_row(const NormOp& o, int64_t row, T* sums, T* out) {
 
 template <class T>
 inline void norm_rows(const NormOp& o, const Context& context) {
-  for (int64_t row; (row = context.next()) < context.rows;)
+  context.each_row([&](int64_t row) {
     norm_row(o, row, static_cast<T*>(o.total) + row * o.total_row, static_cast<T*>(o.out) + row * o.out_row);
+  });
 }
 
 inline void norm(const Op& op, const Context& context) {

@@ -36,11 +36,11 @@ inline void cache_head(const RopeOp& o, int64_t row, int64_t head) {
 
 template <class T>
 inline void rope_rows(const RopeOp& o, const Context& context) {
-  for (int64_t row; (row = context.next()) < context.rows;) {
+  context.each_row([&](int64_t row) {
     for (int64_t head = 0; head < o.heads; ++head)
       rotate_query<T>(o, row, head, static_cast<T*>(o.out_q) + (row * o.heads + head) * o.size);
     for (int64_t head = 0; head < o.kv_heads; ++head) cache_head<T>(o, row, head);
-  }
+  });
 }
 
 inline void rope(const Op& op, const Context& context) {

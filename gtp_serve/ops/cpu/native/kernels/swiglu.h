@@ -15,10 +15,10 @@ template <class T>
 inline void swiglu_rows(const SwigluOp& o, const Context& context) {
   const auto* x = static_cast<const T*>(o.x);
   auto* out = static_cast<T*>(o.out);
-  for (int64_t row; (row = context.next()) < context.rows;) {
+  context.each_row([&](int64_t row) {
     const T* gate = x + row * o.x_row;
     swiglu_row(gate, gate + o.size, out + row * o.out_row, o.size);
-  }
+  });
 }
 
 inline void swiglu(const Op& op, const Context& context) {
@@ -31,14 +31,14 @@ inline void add_shared_rows(const AddSharedOp& o, const Context& context) {
   const auto *base = static_cast<const T*>(o.base), *y = static_cast<const T*>(o.y);
   const auto* gate = static_cast<const T*>(o.gate);
   auto* out = static_cast<T*>(o.out);
-  for (int64_t row; (row = context.next()) < context.rows;) {
+  context.each_row([&](int64_t row) {
     const int64_t start = row * o.size;
     const Vec share = gate ? through<T>(sigmoid(all(widen(gate[row])))) : all(1.0f);
     each_vector<T>(o.size, [&](int64_t at, auto read, auto write) {
       const Vec added = through<T>(mul(share, read(y + start + at)));
       write(out + start + at, add(read(base + start + at), added));
     });
-  }
+  });
 }
 
 inline void add_shared(const Op& op, const Context& context) {
