@@ -46,6 +46,27 @@ class Outcome:
         cases = [run["cases"]["prefill"] for run in self.runs if "prefill" in run["cases"]]
         return spread(case["prompt_tokens"] / case["first_seconds"] for case in cases)
 
+    def shares(self, limits: Sequence[Limits], size: Size) -> dict[str, Spread | None]:
+        """For each number of streams and for the prompt, what part of the limit was reached.
+
+        :param limits: of each round; memory's was measured again right before and after each run, where it says so.
+        """
+        found: dict[str, list[float]] = {}
+        for run, limit in zip(self.rounds, limits, strict=True):
+            if run is None:
+                continue
+            near = Limits(read_gbps=run.get("read_gbps", limit.read_gbps), gemm_gflops=limit.gemm_gflops)
+            for name, case in run["cases"].items():
+                if name == "prefill":
+                    share = case["prompt_tokens"] / case["first_seconds"] / near.prefill_tps(size.layer_parameters)
+                elif "decode_tps" in case:
+                    most = near.decode_tps(size.weight_bytes(self.dtype), size.parameters, int(name))
+                    share = case["decode_tps"] / most
+                else:
+                    continue
+                found.setdefault(name, []).append(share)
+        return {name: spread(shares) for name, shares in found.items()}
+
     def first_token(self) -> Spread | None:
         """Seconds from the start of the process."""
         return spread(run["first_token_seconds"] for run in self.runs)
@@ -77,7 +98,7 @@ def report(
         ),
         _limit_words(limits, others),
     ]
-    ratios = ratio_rows(outcomes, limit, size)
+    ratios = ratio_rows(outcomes, limits, size)
     if ratios:
         parts.append(table(["ours", "share of the limit", "beside the best peer with the same values"], ratios))
     agreement = agreement_rows(outcomes)
@@ -135,7 +156,7 @@ def _limit_words(limits: Sequence[Limits], others: float) -> str:
     )
 
 
-def ratio_rows(outcomes: Sequence[Outcome], limit: Limits, size: Size) -> list[list[str]]:
+def ratio_rows(outcomes: Sequence[Outcome], limits: Sequence[Limits], size: Size) -> list[list[str]]:
     """For each of our rows that was measured: how near the limit, and how far ahead of the best peer."""
     peers = [outcome for outcome in outcomes if not outcome.ours and outcome.exact]
     rows = []
@@ -143,15 +164,12 @@ def ratio_rows(outcomes: Sequence[Outcome], limit: Limits, size: Size) -> list[l
         if not outcome.ours:
             continue
         rivals = peers if outcome.exact else []
+        shares, name = outcome.shares(limits, size), f"{outcome.title}, {outcome.dtype}"
         for streams in _STREAMS:
-            most = limit.decode_tps(size.weight_bytes(outcome.dtype), size.parameters, streams)
             best = _best([(peer, peer.decode(streams)) for peer in rivals])
-            rows.append(
-                _ratio(f"{outcome.title}, {outcome.dtype}, {streams} streams", outcome.decode(streams), most, best)
-            )
+            rows.append(_ratio(f"{name}, {streams} streams", outcome.decode(streams), shares.get(str(streams)), best))
         best = _best([(peer, peer.prefill()) for peer in rivals])
-        most = limit.prefill_tps(size.layer_parameters)
-        rows.append(_ratio(f"{outcome.title}, {outcome.dtype}, prompt", outcome.prefill(), most, best))
+        rows.append(_ratio(f"{name}, prompt", outcome.prefill(), shares.get("prefill"), best))
     return [row for row in rows if row]
 
 
@@ -160,11 +178,11 @@ def _best(found: Sequence[tuple[Outcome, Spread | None]]) -> tuple[str, float] |
     return max(known, key=lambda pair: pair[1], default=None)
 
 
-def _ratio(what: str, value: Spread | None, most: float, best: tuple[str, float] | None) -> list[str]:
-    if value is None:
+def _ratio(what: str, value: Spread | None, share: Spread | None, best: tuple[str, float] | None) -> list[str]:
+    if value is None or share is None:
         return []
     beside = "" if best is None else f"{value / best[1]:.2f} x {best[0]}"
-    return [what, f"{value / most:.2f}", beside]
+    return [what, f"{share.median:.2f}", beside]
 
 
 def agreement_rows(outcomes: Sequence[Outcome], length: int = 16) -> list[list[str]]:

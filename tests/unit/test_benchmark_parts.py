@@ -269,9 +269,20 @@ def test_ours_is_compared_with_the_best_peer_of_the_same_values() -> None:
     from bench_parts.comparison import ratio_rows
     from bench_parts.machine import Limits
 
-    rows = ratio_rows(outcomes_of(), Limits(read_gbps=60.0, gemm_gflops=1638.4), small_size())
+    limits = [Limits(read_gbps=60.0, gemm_gflops=1638.4)] * 2
+    rows = ratio_rows(outcomes_of(), limits, small_size())
     assert rows[0] == ["ours, bf16, 1 streams", "0.50", "3.00 x fast"]  # 15 of 30; int4 is no rival
     assert rows[3] == ["ours, bf16, prompt", "0.50", "1.00 x slow"]
+
+
+def test_a_share_of_the_limit_is_of_what_memory_gave_at_that_moment() -> None:
+    from bench_parts.comparison import Outcome, ratio_rows
+    from bench_parts.machine import Limits
+
+    rounds = [run_of(10.0, [1], read_gbps=20.0), None, run_of(18.0, [1], read_gbps=40.0)]
+    limits = [Limits(read_gbps=100.0, gemm_gflops=1638.4)] * 3
+    rows = ratio_rows([Outcome(title="ours", dtype="bf16", ours=True, rounds=rounds)], limits, small_size())
+    assert rows[0][:2] == ["ours, bf16, 1 streams", "0.95"]  # 10 of 10 and 18 of 20
 
 
 def test_agreement_is_counted_within_a_round() -> None:

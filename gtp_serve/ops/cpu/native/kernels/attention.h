@@ -165,6 +165,10 @@ struct Tile {
       else
         turn_rows(rows, count, bytes, [here](int64_t word, int64_t row, Vec x) { spill(here + word * kKeyBlock + row, x); });
     }
+    // A block with fewer keys than the next one asks for the rest at once.
+    for (int64_t i = std::max((high + kLanes - 1) / kLanes * kLanes, next.low); i < next.high; ++i)
+      fetch(next.values[i], bytes);
+    for (int64_t i = std::max(high, next.low); !shares && i < next.high; ++i) fetch(next.keys[i], bytes);
     for (int64_t i = 0; i < queries; ++i) {
       const Seen seen = memory.limits[i];
       memory.seen[i] = {std::max(seen.first - block.start, int64_t{0}), std::min(seen.stop - block.start, kKeyBlock)};
