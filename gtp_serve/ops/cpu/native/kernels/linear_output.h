@@ -6,16 +6,28 @@ namespace GTP_ISA {
 
 // Of `count` logits, at most kHeadBlock, which are those from `first_id` on.
 inline Partial partial_of(const float* logits, int64_t count, int64_t first_id) {
-  Partial found{logits[0], 0.0f, first_id};
+  const float nothing = -std::numeric_limits<float>::infinity(), most = std::numeric_limits<float>::max();
+  Partial found{nothing, 0.0f, first_id};
+  Vec largest = all(nothing);
   bool finite = true;
-  for (int64_t at = 0; at < count; ++at) {
-    finite &= std::isfinite(logits[at]);
-    if (logits[at] > found.largest) found.largest = logits[at], found.id = first_id + at;
+  int64_t place = 0;
+  for (; place + kLanes <= count; place += kLanes) {
+    const Vec some = load(logits + place);
+    finite &= all_within(some, -most, most);
+    largest = max(largest, some);
+  }
+  float lanes[kLanes];
+  spill(lanes, largest);
+  for (const float lane : lanes) found.largest = std::max(found.largest, lane);
+  for (; place < count; ++place) {
+    finite &= std::isfinite(logits[place]);
+    found.largest = std::max(found.largest, logits[place]);
   }
   if (!finite) {
     found.largest = std::numeric_limits<float>::quiet_NaN();
     return found;
   }
+  while (logits[found.id - first_id] != found.largest) ++found.id;
   Vec total = zero();
   int64_t at = 0;
   for (; at + kLanes <= count; at += kLanes) total = add(total, exp(sub(load(logits + at), all(found.largest))));
