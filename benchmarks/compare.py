@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,11 @@ def run_rounds(configs: Sequence[Config], args: argparse.Namespace, end: float) 
                 continue
             began = time.monotonic()
             try:
-                run = run_near(args.threads, lambda: run_one(config, work, args, min(left + 30.0, _LONGEST_SECONDS)))
-                turn.runs[config.name] = run
+                before, _ = read_bandwidth(args.threads, 3)
+                run = run_one(config, work, args, min(left + 30.0, _LONGEST_SECONDS))
+                after, _ = read_bandwidth(args.threads, 3)
+                # A virtual machine's neighbours take from what memory gives.
+                turn.runs[config.name] = run | {"read_gbps": (before + after) / 2}
                 state = _short(turn.runs[config.name])
             except subprocess.TimeoutExpired as late:
                 failures[config.name] = state = f"not done after {late.timeout:.0f} s"
@@ -148,14 +151,6 @@ def measure_limits(threads: int, *, quick: bool) -> Limits:
     """As they are now."""
     gbps, _ = read_bandwidth(threads, 5 if quick else 9)
     return Limits(read_gbps=gbps, gemm_gflops=max(gemm_rates(threads, 0.2 if quick else 0.6).values()))
-
-
-def run_near(threads: int, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A run, and what memory gave right before and after it: a virtual machine's neighbours take from that."""
-    before, _ = read_bandwidth(threads, 3)
-    found = run()
-    after, _ = read_bandwidth(threads, 3)
-    return found | {"read_gbps": (before + after) / 2}
 
 
 def make_work(prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:

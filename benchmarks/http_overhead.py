@@ -1,8 +1,9 @@
-"""What HTTP and scheduling cost beside the model: the same decode step bare, in the engine, and through the server.
+"""What HTTP and scheduling cost beside the model: the same decode step in the engine, and through the server.
 
-At 32 streams: wall time of a step over HTTP, in ``LLM``, and of the recorded step alone; the rest is overhead, and so
-is the processor time of the HTTP process.  At 200 streams, all sent at the same moment with text to be tokenised: the
-longest time that the server's event loop did not come round.
+At 32 streams: wall time of a step over HTTP and in ``LLM``, and within the latter of the recorded step alone, which so
+has the same memory; the best of interleaved rounds.  The rest is overhead, and so is the processor time of the HTTP
+process.  At 200 streams, all sent at the same moment with text to be tokenised: the longest time that the server's
+event loop did not come round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import io
 import json
 import os
 import pstats
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ from peers.protocol import Case, Clock, Options
 _STREAMS, _MANY = 32, 200
 _PROMPT, _CONTEXT = 32, 512
 _MOST_SHARE, _MOST_SECONDS = 0.10, 0.100
+_LOOK_SECONDS = 0.5
 HERE = Path(__file__).resolve().parent
 
 
@@ -44,30 +47,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_common(parser)
     parser.add_argument("--seconds", type=float, help="of decoding: 5, or 2 with --quick")
     parser.add_argument("--profile", action="store_true", help="print where the engine's own time goes (slower)")
-    parser.add_argument("--part", choices=("llm", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("llm",), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.seconds = args.seconds or (2.0 if args.quick else 5.0)
     if args.part:
-        print(json.dumps(bare_step(args) if args.part == "bare" else llm_step(args)), flush=True)
+        print(json.dumps(llm_step(args)), flush=True)
         os._exit(0)
     keeper, busy = Keeper("http_overhead", args), Busy()
-    found = {"bare": in_process("bare", args), "llm": in_process("llm", args)} | serve(args)
-    keeper.keep(found | {"others_cores": busy.others()}, report(found))
+    rounds = [one_round(args) for _ in range(1 if args.quick else 4)]
+    found = undisturbed(rounds)
+    keeper.keep(found | {"rounds": rounds, "others_cores": busy.others()}, report(found))
     return 0 if found["loop"]["busy_seconds"] <= _MOST_SECONDS and share(found) <= _MOST_SHARE else 1
+
+
+def one_round(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """All parts, one after the other."""
+    return serve(args) | {"llm": in_process("llm", args)}
+
+
+def undisturbed(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """The least of all rounds: neighbours of a virtual machine take memory's time for seconds; but the worst of the
+    loop.
+    """
+    found: dict[str, Any] = {}
+    for part, numbers in rounds[0].items():
+        pick = max if part == "loop" else min
+        found[part] = {name: pick(turn[part][name] for turn in rounds) for name in numbers}
+    return found
 
 
 def share(found: dict[str, Any]) -> float:
     """Of a step over HTTP, what is not the model's."""
-    return float(1 - found["bare"]["step_seconds"] / found["http"]["step_seconds"])
+    return float(1 - found["llm"]["program_seconds"] / found["http"]["step_seconds"])
 
 
 def report(found: dict[str, Any]) -> str:
     """All of it as a table."""
-    bare, llm, http = (found[name]["step_seconds"] for name in ("bare", "llm", "http"))
+    bare, llm, http = found["llm"]["program_seconds"], found["llm"]["step_seconds"], found["http"]["step_seconds"]
     loop = found["loop"]
     rows = [
         [f"a decode step of {_STREAMS} sequences alone", f"{significant(bare * 1e3)} ms"],
-        ["the same in LLM: scheduling, sampling, results", f"{significant(llm * 1e3)} ms, {1 - bare / llm:.1%} more"],
+        ["the same in LLM: scheduling, sampling, results", f"{significant(llm * 1e3)} ms, {1 - bare / llm:.1%} of it"],
         ["the same over HTTP", f"{significant(http * 1e3)} ms, {share(found):.1%} of it not the model's"],
         ["processor time of the HTTP process, each step", f"{significant(found['http']['http_cpu_seconds'] * 1e3)} ms"],
         [
@@ -89,18 +109,10 @@ def in_process(part: str, args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def bare_step(args: argparse.Namespace) -> dict[str, float]:
-    """The recorded step, with the contexts that the streams have half-way."""
-    import torch  # only in this process
-    from bench_parts.decode_step import DecodeStep
-
-    torch.set_num_threads(args.threads)
-    step = DecodeStep(args.model, rows=_STREAMS, context=_CONTEXT, tokens=_STREAMS * _CONTEXT)
-    return {"step_seconds": step.seconds(_STREAMS, _PROMPT + 16, args.seconds)}
-
-
 def llm_step(args: argparse.Namespace) -> dict[str, float]:
-    """The engine in-process."""
+    """The engine in-process, and what of a step is the recorded program's."""
+    from gtp_serve.ops.cpu.recording import Program  # only in this process
+
     options = Options(
         dtype="bf16",
         threads=args.threads,
@@ -113,6 +125,16 @@ def llm_step(args: argparse.Namespace) -> dict[str, float]:
     prompts = Prompts(args.model)
     generate(prompts.take(_STREAMS, _PROMPT), 4, lambda _: True)
     case = Case(name="32", prompts=prompts.take(_STREAMS, _PROMPT), new=400, seconds=args.seconds)
+    programs: list[float] = []
+    plain = Program.run
+
+    def run(self: Program, *rows: int) -> None:
+        began = time.perf_counter()
+        plain(self, *rows)
+        if rows[0] == _STREAMS:
+            programs.append(time.perf_counter() - began)
+
+    Program.run = run  # type: ignore[method-assign]
     clock, profile = Clock(case), cProfile.Profile()
     if args.profile:
         profile.enable()
@@ -122,7 +144,7 @@ def llm_step(args: argparse.Namespace) -> dict[str, float]:
         words = io.StringIO()
         pstats.Stats(profile, stream=words).sort_stats("tottime").print_stats(25)
         print(words.getvalue(), file=sys.stderr)
-    return {"step_seconds": _STREAMS / clock.times()["decode_tps"]}
+    return {"step_seconds": _STREAMS / clock.times()["decode_tps"], "program_seconds": statistics.fmean(programs)}
 
 
 def serve(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -142,8 +164,8 @@ def serve(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             where = parse_url(url)
             prompts = Prompts(args.model)
             http = asyncio.run(at_32(where, server.pid, prompts, args.seconds))
-            out.with_suffix(".reset").touch()
-            time.sleep(0.1)
+            out.with_suffix(".begin").touch()
+            time.sleep(0.3)
             asyncio.run(at_200(where, prompts))
             loop: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
         finally:
@@ -157,10 +179,13 @@ async def at_32(where: SplitResult, pid: int, prompts: Prompts, seconds: float) 
     case = Case(name="32", prompts=prompts.take(_STREAMS, _PROMPT), new=400, seconds=seconds)
     clock = Clock(case)
     used: list[tuple[float, float]] = []
+    looked = [0.0]
 
     def step(counts: Sequence[int]) -> bool:
         going_on = clock.step(counts)
-        if clock.first is not None:
+        # Seldom: whoever measures takes the same cores.
+        if clock.first is not None and (not going_on or not used or clock.last[0] - looked[0] > _LOOK_SECONDS):
+            looked[0] = clock.last[0]
             used.append((process_seconds(pid), sum(counts)))
         return going_on
 

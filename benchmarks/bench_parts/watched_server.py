@@ -1,7 +1,8 @@
 """The server with a heartbeat in its event loop: run as ``python -m``, with a file's name before the server's words.
 
-After each beat that was later than all before it, the file has how late it was, and how much processor time the loop's
-thread had used since the beat before: what the loop itself did, not what it waited for a core.
+It begins when a file ``*.begin`` appears beside that one, and costs next to nothing before.  After each beat that was
+later than all before it, the file has how late it was, and how much processor time the loop's thread had used since the
+beat before: what the loop itself did, not what it waited for a core.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from typing import Any
 from gtp_serve.server import cli, supervise
 
 BEAT_SECONDS = 0.002
+_LOOK_SECONDS = 0.1
 
 
 class Worst:
-    """The latest beat and the longest computation so far, kept in a file; forgotten when a file ``*.reset`` appears."""
+    """The latest beat and the longest computation so far, kept in a file."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._reset = out.with_suffix(".reset")
         self.late = self.busy = 0.0
 
     def note(self, late: float, busy: float) -> None:
         """One beat."""
-        if self._reset.exists():
-            self._reset.unlink()
-            self.late = self.busy = 0.0
-        elif late > self.late or busy > self.busy:
+        if late > self.late or busy > self.busy:
             self.late, self.busy = max(self.late, late), max(self.busy, busy)
             words = json.dumps({"late_seconds": self.late, "busy_seconds": self.busy})
             self._out.write_text(words, encoding="utf-8")
 
 
-async def beat(worst: Worst) -> None:
+async def beat(out: Path) -> None:
     """Until cancelled."""
+    while not out.with_suffix(".begin").exists():  # noqa: ASYNC110 (another process makes the file)
+        await asyncio.sleep(_LOOK_SECONDS)
+    worst = Worst(out)
     while True:
         began, used = time.perf_counter(), time.thread_time()
         await asyncio.sleep(BEAT_SECONDS)
@@ -51,7 +52,7 @@ def watch(out: Path) -> None:
     plain = server.run
 
     async def run(self: Any) -> int:
-        beating = asyncio.create_task(beat(Worst(out)))
+        beating = asyncio.create_task(beat(out))
         try:
             code: int = await plain(self)
             return code
