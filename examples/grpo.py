@@ -370,21 +370,25 @@ class Trainer:
 
 
 class InFlight:
-    """A request that is being answered while weights arrive."""
+    """Requests that are answered, one after another, while weights arrive."""
 
     def __init__(self, trainer: Trainer, sample: Sample) -> None:
         body = {"input_ids": sample.prompt_ids, "sampling_params": {"max_new_tokens": 24, "ignore_eos": True}}
-        self._reply: Any = None
-        self._thread = threading.Thread(target=self._wait, args=(trainer.args, trainer.url, body))
+        self._arrived = threading.Event()
+        self._replies: list[Any] = []
+        self._thread = threading.Thread(target=self._ask, args=(trainer.args, trainer.url, body))
         self._thread.start()
 
-    def _wait(self, args: argparse.Namespace, url: str, body: Any) -> None:
-        self._reply = ask(args, url, "/generate", body)
+    def _ask(self, args: argparse.Namespace, url: str, body: Any) -> None:
+        while not self._replies or not self._arrived.is_set():
+            self._replies.append(ask(args, url, "/generate", body))
 
     def versions(self) -> list[str]:
-        """The weights that made its tokens."""
+        """The weights that made the tokens of one of them, of one with several if there is such a one."""
+        self._arrived.set()
         self._thread.join()
-        return [span["version"] for span in self._reply["meta_info"]["weight_versions"]]
+        spans = max((reply["meta_info"]["weight_versions"] for reply in self._replies), key=len, default=[])
+        return [span["version"] for span in spans]
 
 
 def logprobs_of(model: TrainDecoder, samples: Sequence[Sample]) -> Tensor:

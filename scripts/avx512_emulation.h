@@ -3,6 +3,7 @@
 // vdpbf16ps, which is the processor's own affair.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
@@ -62,7 +63,52 @@ inline simde__mmask16 emulated_cmp_ps_mask(simde__m512 a, simde__m512 b, int how
   return mask;
 }
 
+inline simde__m512 emulated_shuffle_f32x4(simde__m512 a, simde__m512 b, int how) {
+  const simde__m512_private x = simde__m512_to_private(a), y = simde__m512_to_private(b);
+  simde__m512_private to;
+  for (int i = 0; i < 16; ++i) {
+    const int quarter = how >> (i / 4 * 2) & 3;
+    to.f32[i] = (i < 8 ? x : y).f32[4 * quarter + i % 4];
+  }
+  return simde__m512_from_private(to);
+}
+
+inline simde__m512 emulated_scalef_ps(simde__m512 a, simde__m512 b) {
+  const simde__m512_private x = simde__m512_to_private(a), y = simde__m512_to_private(b);
+  simde__m512_private to;
+  for (int i = 0; i < 16; ++i) to.f32[i] = x.f32[i] * std::exp2(std::floor(y.f32[i]));
+  return simde__m512_from_private(to);
+}
+
+// To the nearest, ties to even; what is too small for a normal number is 0.
+inline simde__m512bh emulated_cvtne2ps_pbh(simde__m512 high, simde__m512 low) {
+  const simde__m512_private halves[2] = {simde__m512_to_private(low), simde__m512_to_private(high)};
+  simde__m512i_private to;
+  for (int i = 0; i < 32; ++i) {
+    const float from = halves[i / 16].f32[i % 16];
+    uint32_t bits;
+    std::memcpy(&bits, &from, 4);
+    if (from != from) bits |= 0x400000;
+    else bits = std::fpclassify(from) == FP_SUBNORMAL ? 0 : bits + 0x7fff + (bits >> 16 & 1);
+    to.u16[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  const simde__m512i whole = simde__m512i_from_private(to);
+  simde__m512bh pairs;
+  std::memcpy(&pairs, &whole, sizeof pairs);
+  return pairs;
+}
+
+inline void emulated_mask_storeu_ps(void* to, unsigned mask, simde__m128 a) {
+  const simde__m128_private from = simde__m128_to_private(a);
+  for (int i = 0; i < 4; ++i)
+    if (mask >> i & 1) std::memcpy(static_cast<float*>(to) + i, &from.f32[i], 4);
+}
+
 #undef _mm512_madd_epi16
+#undef _mm512_shuffle_f32x4
+#undef _mm512_scalef_ps
+#undef _mm_mask_storeu_ps
+#undef _mm512_cvtne2ps_pbh
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
 #undef _mm512_cvtps_epi32
@@ -70,6 +116,10 @@ inline simde__mmask16 emulated_cmp_ps_mask(simde__m512 a, simde__m512 b, int how
 #undef _mm512_extractf32x8_ps
 #undef _mm512_cmp_ps_mask
 #undef _mm512_mask_cmp_ps_mask
+#define _mm512_shuffle_f32x4(a, b, how) emulated_shuffle_f32x4(a, b, how)
+#define _mm_mask_storeu_ps(to, mask, a) emulated_mask_storeu_ps(to, mask, a)
+#define _mm512_scalef_ps(a, b) emulated_scalef_ps(a, b)
+#define _mm512_cvtne2ps_pbh(a, b) emulated_cvtne2ps_pbh(a, b)
 #define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)
 #define _mm512_cvtepu16_epi32(a) emulated_cvtepu16_epi32(a)
 #define _mm512_cvtepi32_epi16(a) emulated_cvtepi32_epi16(a)

@@ -60,12 +60,12 @@ def test_a_configured_server_asks_for_its_keys_and_serves_through_pushes(
             assert weights.json()["error"]["code"] == "admin-key-needed"
 
         keys = ("--api-key-file", str(tmp_path / "api"), "--admin-key-file", str(tmp_path / "admin"))
-        load = ("--groups", "12", "--samples", "4", "--in", "20", "--out", "12", "--concurrency", "8")
+        load = ("--groups", "24", "--samples", "4", "--in", "20", "--out", "12", "--concurrency", "8")
         capsys.readouterr()
-        code = cli.main(["bench", url, *load, *keys, "--push", str(CKPT), "--every", "0.3", "--json", "-"])
+        code = cli.main(["bench", url, *load, *keys, "--push", str(CKPT), "--every", "0.05", "--json", "-"])
         told = json.loads(capsys.readouterr().out)
         assert code == 0, told
-        assert (told["requests"], told["failed"]) == (48, 0)
+        assert (told["requests"], told["failed"]) == (96, 0)
         assert told["pushes"][0]["version"] == "1"
         assert {push["error"] for push in told["pushes"]} == {None}
 

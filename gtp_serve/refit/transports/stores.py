@@ -18,8 +18,10 @@ import torch.distributed
 
 from gtp_serve.errors import UpdateFailed
 
-CONNECT_SECONDS = 5.0
-"""The store is open before anybody is told where it is."""
+CONNECT_SECONDS = 12.0
+"""The store is open before anybody is told where it is; but torch asks a name server about each address that it connects
+to, and one that does not answer takes five seconds of it.
+"""
 _DIST: Any = torch.distributed
 _LOOK_SECONDS = 0.01
 

@@ -113,11 +113,11 @@ struct PanelOfPairs {
 };
 
 // A row of the panel, of `size` elements.
-inline void put_pair(const bf16* first, const bf16* second, uint32_t seen, int64_t size, float* words) {
+inline void put_pair(const bf16* first, const bf16* second, int64_t size, float* words) {
   for (int64_t at = 0; at < size; at += kPairStep) {
     Vec part[2];
-    pair_values((seen & kFirstOfPair ? first : second) + at, (seen & kSecondOfPair ? second : first) + at, size - at, part);
-    for (int i = 0; i < 2; ++i) spill(words + at + i * kLanes, seen == kBothOfPair ? part[i] : and_bits(part[i], all_bits(seen)));
+    pair_values(first + at, second + at, size - at, part);
+    spill(words + at, part[0]), spill(words + at + kLanes, part[1]);
   }
 }
 
@@ -163,7 +163,8 @@ inline void mix_pairs(const float* powers, const Values& values, int64_t first, 
 }
 
 // As mix_tile.  Pairs that all rows see whole are taken together, what else a row sees by itself: powers of keys that a
-// row does not see are 0, but what lies in such a key's place may not be a number.
+// row does not see are 0, but what lies in such a key's place may not be a number.  A pair is never taken in halves by
+// one row and whole by another that sees both: processors may add its products in another order than one by one.
 template <int R, class Values>
 inline void mix_tile_pairs(const float* powers, const Values& values, const Seen* seen, float* mixed, int64_t mixed_row) {
   int64_t first = seen[0].first, stop = seen[0].stop;
@@ -200,10 +201,9 @@ struct Dots {
   }
   static void soften(float* scores, Sums& sums) { soften_pairs(scores, sums); }
   static void fill_panel(const bf16* const* values, int64_t low, int64_t high, int64_t size, float* panel, int64_t row) {
-    for (int64_t key = low / 2 * 2; key < high; key += 2) {
-      const uint32_t seen = (key >= low ? kFirstOfPair : 0) | (key + 1 < high ? kSecondOfPair : 0);
-      put_pair(values[key], values[key + 1], seen, size, panel + key / 2 * row);
-    }
+    // A key that is not there is left out by whoever sees the other of its pair alone: any stands in for it.
+    for (int64_t key = low / 2 * 2; key < high; key += 2)
+      put_pair(values[std::max(key, low)], values[std::min(key + 1, high - 1)], size, panel + key / 2 * row);
   }
   static ScatteredPairs scattered(const bf16* const* values, const bf16* const* next_keys, int64_t size) {
     return {values, next_keys, size};
