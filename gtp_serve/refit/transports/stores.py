@@ -18,9 +18,9 @@ import torch.distributed
 
 from gtp_serve.errors import UpdateFailed
 
-CONNECT_SECONDS = 12.0
-"""The store is open before anybody is told where it is; but torch asks a name server about each address that it connects
-to, and one that does not answer takes five seconds of it.
+CONNECT_SECONDS = 5.0
+"""The store is open before anybody is told where it is.  (torch asks a name server about each address that it connects
+to: one that does not answer takes all of it; RES_OPTIONS=timeout:1 shortens that.)
 """
 _DIST: Any = torch.distributed
 _LOOK_SECONDS = 0.01
