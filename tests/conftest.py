@@ -10,8 +10,8 @@ import pytest
 
 from gtp_serve.server.cli import main
 
-# torch asks a name server about each address that it connects to, loopback too; one that does not answer would take five
-# seconds of every such wait, here and in the processes that tests start.
+# torch asks a name server about each address that it connects to, loopback too; one that does not answer would take
+# five seconds of every such wait, here and in the processes that tests start.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 DATA = Path(__file__).parent / "data"
