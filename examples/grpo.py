@@ -387,8 +387,8 @@ class InFlight:
         """The weights that made the tokens of one of them, of one with several if there is such a one."""
         self._arrived.set()
         self._thread.join()
-        answered: list[Any] = [reply["meta_info"]["weight_versions"] for reply in self._replies]
-        spans = max(answered, key=len, default=[])
+        answered: list[list[Any]] = [reply["meta_info"]["weight_versions"] for reply in self._replies]
+        spans: list[Any] = max(answered, key=len, default=[])
         return [span["version"] for span in spans]
 
 
