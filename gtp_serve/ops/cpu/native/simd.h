@@ -121,7 +121,8 @@ constexpr int interleaved_place(int part, int lane) { return lane / 4 * 8 + part
 inline Vec all_bits(uint32_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(bits))); }
 inline Vec and_bits(Vec a, Vec b) { return _mm512_and_ps(a, b); }
 #endif
-// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of 32 bits.
+// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of
+// 32 bits.
 inline __m512i whole(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline __m512i widened(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -201,7 +202,8 @@ inline Vec odd_of(Vec pairs) {
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper));
 }
-// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of 32 bits.
+// Whole numbers of 16 bits (put_whole: of floats that are whole and fit), and their products in pairs added to sums of
+// 32 bits.
 inline __m256i whole(const int16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline __m256i widened(const int8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -155,7 +155,7 @@ inline void mix_pair_columns(const float* powers, const Values& values, int64_t 
 template <int R, class Values>
 inline void mix_pairs(const float* powers, const Values& values, int64_t first, int64_t stop, float* mixed,
                       int64_t mixed_row) {
-  constexpr int kMost = R <= kMostRows ? 4 : 2;
+  constexpr int kMost = 4;
   int64_t at = 0;
   for (; at + kMost * kLanes <= mixed_row; at += kMost * kLanes)
     mix_pair_columns<R, kMost>(powers, values, first, stop, at, mixed, mixed_row);

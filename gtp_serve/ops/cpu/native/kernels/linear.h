@@ -2,8 +2,8 @@
 // neither the number of rows nor who computes beside it changes a bit.
 //
 // Activations are arranged once, by each thread for itself where they are few, else in a phase of their own; not where
-// they lie as they are read.  Then threads take pieces, blocks of outputs by blocks of rows; in a piece a few rows of weights meet all rows, one tile after
-// the other.
+// they lie as they are read.  Then threads take pieces, blocks of outputs by blocks of rows; in a piece a few rows of
+// weights meet all rows, one tile after the other.
 #pragma once
 
 #include "linear_order.h"

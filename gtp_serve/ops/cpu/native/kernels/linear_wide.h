@@ -13,12 +13,11 @@ namespace gtp {
 namespace GTP_ISA {
 
 constexpr int kTileRows = 4, kTileColumns = 4;
-constexpr int64_t kLead = 4 << 10;               // bytes of a piece's weights that are asked for before it begins
+constexpr int64_t kLead = 4 << 10;              // bytes of a piece's weights that are asked for before it begins
 constexpr int kStreamRows = 2;                  // rows that read weights as one stream
 constexpr int64_t kNearInputs = 20 << 10;       // bytes of arranged rows that stay in the first cache beside weights
 constexpr int64_t kGroupsAhead = 2;             // groups of kTileColumns rows of weights between use and fetch
 constexpr int64_t kLongGroup = 64 << 10;        // bytes of a group that are four long streams
-
 constexpr int64_t kPieceStep = 16;              // outputs of a piece are a multiple of it: whole tiles and vectors
 
 // Outputs of a piece at most, and how many pieces each thread should find: few where they are streams, each of which
