@@ -1,16 +1,15 @@
 """The decode step, captured once for each bucket of batch sizes and replayed.
 
-A captured step reads its inputs from buffers that never move; rows that a batch leaves over write to a
-scratch block that no sequence owns.  How a step is recorded is a ``Capture``'s business (``engine.capture``).
-Legend: S rows of a bucket, B blocks per table, P positions in a block, V vocabulary rows.
+How a step is recorded is a ``Capture``'s business (``engine.capture``), what it reads ``engine.static_inputs``'s, and
+steps with prompts are ``engine.prompts``'s.  Legend: V vocabulary rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from torch import Tensor
 from gtp_serve.config import EngineConfig
 from gtp_serve.engine.addresses import AddressRegistry, NamedTensors
 from gtp_serve.engine.capture import Capture, CudaCapture, NativeCapture, NativeStep, ReadyStep, Recorded
-from gtp_serve.engine.step import StepItem, StepPlan
+from gtp_serve.engine.prompts import RecordedPrompts
+from gtp_serve.engine.static_inputs import StaticInputs
+from gtp_serve.engine.step import StepPlan
 from gtp_serve.errors import UsageError
 from gtp_serve.kv.blocks import SCRATCH_BLOCKS, blocks_for
 from gtp_serve.kv.pool import KVPool
@@ -55,102 +56,6 @@ class CapturableModel(Protocol):
         ...
 
 
-class StaticInputs:
-    """The buffers that one bucket's step reads; all rows are padding at first.
-
-    A padding row is token 0 at position 0 of the scratch block: it writes there and attends to nothing else.
-    """
-
-    def __init__(
-        self, size: int, *, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
-    ) -> None:
-        self._scratch_block, self._scratch_slot = scratch_block, scratch_block * block_size
-        self._columns_3S = torch.zeros((3, size), dtype=torch.int64, device=device)
-        self._columns_3S[2] = self._scratch_slot
-        self._tables_SB = torch.full((size, max_blocks), scratch_block, dtype=torch.int64, device=device)
-        self.batch = Batch(
-            token_ids_T=self._columns_3S[0],
-            positions_T=self._columns_3S[1],
-            slots_T=self._columns_3S[2],
-            query_starts=tuple(range(size + 1)),
-            # Bounds: what is captured goes by positions.
-            context_lens=(max_blocks * block_size,) * size,
-            block_tables_SB=self._tables_SB,
-            logit_rows_S=torch.arange(size, device=device),
-        )
-        if device.type == "cpu":
-            self._arrays = self._columns_3S.numpy(), self._tables_SB.numpy()
-        self._attention: FixedAttention | None = None
-        self._used = 0
-        """Rows that hold what the last batch put there."""
-        self._tables: list[tuple[int, ...]] = [()] * size
-        """The block table that ``put`` left in each row, while it is there."""
-
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """The buffers that have one row for each sequence."""
-        batch = self.batch
-        return batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_S
-
-    def use(self, attention: FixedAttention | None) -> None:
-        """Let the step attend by this, which is told of each batch that is loaded."""
-        self._attention = attention
-        self.batch = replace(self.batch, attention=attention)
-
-    def load(self, batch: Batch) -> None:
-        """Put a batch into the first rows and padding into the others; two copies to a GPU, neither waited for."""
-        count, width = batch.block_tables_SB.shape
-        self._tables = [()] * len(self._tables)
-        rows = (batch.token_ids_T, batch.positions_T, batch.slots_T)
-        if self._columns_3S.device.type == "cpu":
-            # At once, by numpy, which needs less time than torch for so little.
-            columns, table = [row.numpy() for row in rows], batch.block_tables_SB.numpy()
-            stale = slice(count, max(count, self._used))  # where the last batch was
-            self._put(columns, table, self._arrays[0], self._arrays[1][:, :width], stale)
-        else:
-            columns_3S = self._staging(self._columns_3S.shape, batch)
-            tables_SB = self._staging((self._tables_SB.shape[0], width), batch)
-            self._put(rows, batch.block_tables_SB, columns_3S, tables_SB, slice(count, None))
-            self._columns_3S.copy_(columns_3S, non_blocking=True)
-            self._tables_SB[:, :width].copy_(tables_SB, non_blocking=True)
-        self._used = count
-        if self._attention is not None:
-            self._attention.load(batch.context_lens)
-
-    def put(self, items: Sequence[StepItem], block_size: int) -> None:
-        """Single tokens into the first rows, on a CPU, for a step that computes no others.
-
-        :param items: of a plan; their block tables are no longer than the buffers'.
-        """
-        count = len(items)
-        columns_3S, tables_SB = self._arrays
-        columns_3S[:, :count] = (
-            [item.token_ids[0] for item in items],
-            [item.start for item in items],
-            [item.block_table[item.start // block_size] * block_size + item.start % block_size for item in items],
-        )
-        for row, item in enumerate(items):
-            table = item.block_table
-            if self._tables[row] != table:  # few change from one step to the next
-                tables_SB[row, : len(table)] = self._tables[row] = table
-
-    def _put(self, columns: Sequence[Any], table: Any, columns_3S: Any, tables_SB: Any, padded: slice) -> None:
-        """A batch's columns and block table into the first rows of arrays or tensors, padding into others."""
-        count = len(table)
-        for row, values in enumerate(columns):
-            columns_3S[row, :count] = values
-        columns_3S[:2, padded] = 0
-        columns_3S[2, padded] = self._scratch_slot
-        tables_SB[:count] = table
-        tables_SB[padded] = self._scratch_block
-
-    def _staging(self, shape: Sequence[int], batch: Batch) -> Tensor:
-        source, target = batch.token_ids_T.device, self._columns_3S.device
-        # Pinned memory is not handed out again before the copy out of it is done.
-        pinned = source.type == "cpu" and target.type == "cuda"
-        return torch.empty(tuple(shape), dtype=torch.int64, device=source, pin_memory=pinned)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bucket:
     inputs: StaticInputs
@@ -168,6 +73,7 @@ class DecodeGraphs:
     :param max_blocks: the longest block table of a sequence.
     :param together: see ``Together``.  Every rank captures the same sizes in the same order, and rank 0 says which
         of them a step runs in: it does ``choose``, the others ``run``.
+    :param prompts: takes what fits no bucket, once it is recorded: last.
     """
 
     def __init__(
@@ -179,14 +85,18 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_blocks: int,
         together: Together = alone,
+        prompts: RecordedPrompts | None = None,
     ) -> None:
         self._model, self._pool, self._capture, self._together = model, pool, capture, together
+        self._prompts, self._unrecorded = prompts, prompts
         self._device = pool.keys[0].device
         self._max_blocks = max_blocks
         self._pending = sorted(set(sizes), reverse=True)
         self._buckets: dict[int, _Bucket] = {}
         self.failures: dict[int, str] = {}
         """Sizes that could not be captured, and why; they run in a larger bucket or eagerly."""
+        self.prompts_failure = ""
+        """Why the step with prompts could not be recorded, or nothing."""
         self.replayed, self.ran_eagerly = 0, 0
         self.addresses = AddressRegistry(self._tensors)
 
@@ -201,7 +111,7 @@ class DecodeGraphs:
         :raises GtpServeError: with other ranks, when they are no longer in step.
         """
         if not self._pending:
-            return False
+            return self._record_prompts()
         size = self._pending.pop(0)
         with self._together(size) as outcome:
             try:
@@ -214,6 +124,17 @@ class DecodeGraphs:
         if failure:
             self._buckets.pop(size, None)
             self.failures[size] = failure
+        return True
+
+    def _record_prompts(self) -> bool:
+        """Record the step with prompts if it is left; whether it was."""
+        prompts, self._unrecorded = self._unrecorded, None
+        if prompts is None:
+            return False
+        try:
+            prompts.record()
+        except Exception as error:  # eager steps go on
+            self.prompts_failure = _words(error)
         return True
 
     @torch.inference_mode()
@@ -300,12 +221,15 @@ class DecodeGraphs:
         values: Sequence[Tensor],
         taps: Taps | None = None,
     ) -> Tensor:
-        """Replay this bucket, or run the model's own step where there is none.
+        """Replay this bucket, or the step with prompts where there is none, or run the model's own.
 
         :raises ValueError: the bucket is not captured, or the batch does not fit it.
         """
         if size is not None:
             return self._replay(batch, size)
+        if self._prompts is not None and self._prompts.fits(batch, taps):
+            self.replayed += 1
+            return self._prompts.run(batch, taps)
         self.ran_eagerly += 1
         return self._model.forward(batch.to(self._device), keys, values, taps)
 
@@ -378,14 +302,23 @@ def build_graphs(
     if pool.num_blocks != config.cache.num_blocks + SCRATCH_BLOCKS:
         raise ValueError(f"{pool.num_blocks} blocks in the pool, {config.cache.num_blocks} in the configuration")
     recorder = decoder.placement.ops.recorder
+    max_blocks = blocks_for(config.max_context, config.cache.block_size)
     if capture is None:
         capture = CudaCapture(config.device) if recorder is None else NativeCapture(recorder, config.model.vocab_size)
+    prompts, sizes = None, bucket_sizes(config.max_running)
+    if recorder is not None and isinstance(capture, NativeCapture):
+        # A program computes the rows that there are, so one serves all batches; a graph always computes its own number.
+        sizes = [config.max_running]
+        tokens = max(config.max_step_tokens, config.max_running)
+        prompts = RecordedPrompts(
+            decoder, pool, recorder, tokens=tokens, sequences=config.max_running, max_blocks=max_blocks
+        )
     return DecodeGraphs(
         decoder,
         pool,
         capture,
-        # A program computes the rows that there are, so one serves all batches; a graph always computes its own number.
-        sizes=[config.max_running] if isinstance(capture, NativeCapture) else bucket_sizes(config.max_running),
-        max_blocks=blocks_for(config.max_context, config.cache.block_size),
+        sizes=sizes,
+        max_blocks=max_blocks,
         together=together,
+        prompts=prompts,
     )

@@ -103,21 +103,31 @@ class Decoder:
         :param taps: what else is wanted.  Ranks may differ in it: ``score_rows_R`` are computed on each.
         """
         routes = None if taps is None else taps.routes
+        return self.logits(self.hidden(batch, keys, values, routes), batch, taps)
+
+    def hidden(
+        self,
+        batch: Batch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        routes: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the head reads of each token, [T, D]: ``forward`` as far as the last norm."""
         step = self._step(batch, block_size=keys[0].shape[1])
         x_TD, delta_TD = self.embedding.embed(batch.token_ids_T), None
         for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
             x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values, routes)
+        return self.norm.after_adding(x_TD, delta_TD)[0]
+
+    def logits(self, hidden_TD: Tensor, batch: Batch, taps: Taps | None = None) -> Tensor:
+        """The rest of ``forward``."""
+        take = self.placement.ops.embedding
         if batch.score_rows_R is not None:
             for rows in torch.split(batch.score_rows_R, SCORE_PIECE_ROWS):
-                logits = self._logits(x_TD, delta_TD, rows)
+                logits = self.head.logits(take(rows, hidden_TD))
                 if taps is not None and taps.scored is not None:
                     taps.scored(logits)
-        return self._logits(x_TD, delta_TD, batch.logit_rows_S)
-
-    def _logits(self, x_TD: Tensor, delta_TD: Tensor | None, rows: Tensor) -> Tensor:
-        take = self.placement.ops.embedding
-        normed, _ = self.norm.after_adding(take(rows, x_TD), None if delta_TD is None else take(rows, delta_TD))
-        return self.head.logits(normed)
+        return self.head.logits(take(batch.logit_rows_S, hidden_TD))
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         cos_TR, sin_TR = self.rotary(batch.positions_T, max(batch.context_lens))

@@ -49,6 +49,8 @@ class Batch:
     """int64, ``block * block_size + offset``: where each token's key and value are written."""
     query_starts: tuple[int, ...]
     """S + 1 numbers, on the host."""
+    starts: Tensor | None = None
+    """int64 [S + 1]: where a recorded step reads them instead; sequences of no tokens are padding."""
     context_lens: tuple[int, ...]
     """S numbers, on the host: keys of each sequence after this step's writes."""
     block_tables_SB: Tensor

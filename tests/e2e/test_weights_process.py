@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 CONFIG = replace(SMALL, max_context=8192, dtype="float32")
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 4000
-"""Tokens of a request that runs while weights change: a second or more where a token takes a quarter of a millisecond."""
+"""Tokens of a request that runs while weights change: a second, where a token takes a quarter of a millisecond."""
 NORM = "model.norm.weight"
 
 

@@ -204,7 +204,9 @@ class Native:
 
     def plan_attention(self, batch: Batch, block_size: int, window: int | None) -> AttentionPlan:
         """What the kernel needs beside queries and cache: it reads lengths from positions."""
-        starts = None if batch.decode_only else torch.tensor(batch.query_starts)
+        starts = batch.starts
+        if starts is None and not batch.decode_only:
+            starts = torch.tensor(batch.query_starts)
         return NativeAttention(self, batch.positions_T, starts, batch.block_tables_SB, window or 0)
 
     def attend(
