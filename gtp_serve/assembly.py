@@ -30,7 +30,7 @@ from gtp_serve.loaders.huggingface import open_stream
 from gtp_serve.loaders.megatron_folder import looks_like_megatron
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.choice import choose_ops
-from gtp_serve.ops.greedy import Greedy
+from gtp_serve.ops.sampling import BY_TORCH, Chooser
 from gtp_serve.refit.apply import apply_plan
 from gtp_serve.refit.mapping import MappedRange
 from gtp_serve.refit.orders import DiskOrder, Report
@@ -270,11 +270,14 @@ class RankWork:
         check_addresses(self._model)()
 
 
-def greedy_choice(config: EngineConfig, decoder: Decoder) -> Callable[[Tensor, int], Greedy] | None:
-    """The ops' own way to choose in all-greedy steps; None where every step must choose by the same operations."""
+def choose_chooser(config: EngineConfig, decoder: Decoder) -> Chooser:
+    """How this decoder's device chooses tokens; by torch alone where every step must do it by the same operations and
+    its own greedy choice is not one of them.
+    """
     ops = decoder.placement.ops
-    own = config.device == "cuda" or ops.recorder is not None
-    return ops.greedy if own and not config.deterministic else None
+    if not ops.normalises and (config.deterministic or config.device != "cuda"):
+        return BY_TORCH
+    return Chooser(greedy=ops.greedy, normalises=ops.normalises, draw=ops.draw)
 
 
 def first_token(engine: Engine, prompt: Sequence[int]) -> int:

@@ -12,9 +12,9 @@ from gtp_serve.assembly import (
     build_pool,
     check_addresses,
     check_device,
+    choose_chooser,
     empty_decoder,
     fill_decoder,
-    greedy_choice,
     keep_weights,
     rank_weights,
     with_graphs,
@@ -147,8 +147,8 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompil
     store.derive(staged=False)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
-    greedy, order = greedy_choice(config, decoder), decoder.placement.ops.order
-    runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy, order=order)
+    chooser = choose_chooser(config, decoder)
+    runner = ModelRunner(model, pool, config, grammars=grammars, chooser=chooser)
     engine, news = Engine(config, runner, check=between_steps), News()
     weights = rank_weights(config, decoder, store, pool, news.put)
     Updates(engine, weights, news, memory=config.refit_memory, after_swap=check_addresses(model))

@@ -19,10 +19,10 @@ from gtp_serve.assembly import (
     build_pool,
     check_addresses,
     check_device,
+    choose_chooser,
     empty_decoder,
     fill_decoder,
     first_token,
-    greedy_choice,
     keep_weights,
     rank_weights,
     with_graphs,
@@ -161,13 +161,13 @@ def _build_engine(
     grammars: GrammarCompiler | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """The engine, and what makes sure that captured steps still read the memory where the weights are."""
-    greedy, order = greedy_choice(config, decoder), decoder.placement.ops.order
+    chooser = choose_chooser(config, decoder)
     if leader is None:
         model, between_steps = with_graphs(config, decoder, pool)
-        runner = ModelRunner(model, pool, config, grammars=grammars, greedy=greedy, order=order)
+        runner = ModelRunner(model, pool, config, grammars=grammars, chooser=chooser)
         return Engine(config, runner, check=between_steps), check_addresses(model)
     model, capture_one = with_graphs(config, decoder, pool, together=leader.capture)
-    runner = ModelRunner(model, pool, config, together=leader.step, grammars=grammars, greedy=greedy, order=order)
+    runner = ModelRunner(model, pool, config, together=leader.step, grammars=grammars, chooser=chooser)
 
     def check() -> None:
         leader.check()

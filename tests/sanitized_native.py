@@ -37,6 +37,12 @@ class Memory:
     def integers(self, values: list[int]) -> int:
         return self._keep(bytes((ctypes.c_int64 * len(values))(*values)))
 
+    def floats(self, values: list[float]) -> int:
+        return self._keep(bytes((ctypes.c_float * len(values))(*values)))
+
+    def doubles(self, values: list[float]) -> int:
+        return self._keep(bytes((ctypes.c_double * len(values))(*values)))
+
     def room(self, size: int) -> int:
         return self._keep(bytes(size))
 
@@ -274,21 +280,23 @@ def greedy(random: Random, memory: Memory, dtype: int) -> structs.Op:
     )
 
 
-def order(random: Random, memory: Memory, dtype: int) -> structs.Op:
+def draw(random: Random, memory: Memory, dtype: int) -> structs.Op:
     del dtype
     rows, vocab = random.randint(1, 4), random.choice((1, 7, 63, 64, 65, 300, 1111))
-    width = random.choice((1, vocab, random.randint(1, vocab)))
     stride, span = rows_of(random, rows, vocab)
-    return structs.Order(
+    logits = memory.numbers(span, structs.F32)
+    return structs.Draw(
         rows=rows,
-        logits=memory.numbers(span, structs.F32),
-        temperatures=memory.numbers(rows, structs.F32),
-        top=memory.room(rows * width * 4),
-        ids=memory.room(rows * width * 8),
-        mass=memory.room(rows * 8),
+        logits=logits,
+        at=memory.integers([random.randrange(rows) for _ in range(rows)]),
+        temperatures=memory.floats([random.choice((1e-5, 0.3, 1.0, 30.0)) for _ in range(rows)]),
+        top_k=memory.integers([random.choice((-1, 1, 64, 65, vocab, 5000)) for _ in range(rows)]),
+        top_p=memory.doubles([random.choice((1e-9, 0.5, 0.999, 1.0)) for _ in range(rows)]),
+        min_p=memory.doubles([random.choice((0.0, 0.1, 1.0)) for _ in range(rows)]),
+        uniform=memory.doubles([random.choice((0.0, random.random(), 1 - 2**-53)) for _ in range(rows)]),
+        ids=memory.room(rows * 8),
         vocab=vocab,
         logits_row=stride,
-        width=width,
     )
 
 
@@ -360,7 +368,7 @@ OPS = (
     route,
     experts,
     greedy,
-    order,
+    draw,
     linear_after_norm,
     attention_after_rotation,
 )

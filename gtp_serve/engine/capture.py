@@ -120,9 +120,11 @@ class ReadyStep:
     step: NativeStep
     count: int
 
-    def logits(self) -> Tensor:
-        """[sequences, V], there until the next step."""
-        return self.step.replay(self.count)[: self.count]
+    def logits(self) -> tuple[Tensor, Greedy]:
+        """[sequences, V], and the most probable tokens; there until the next step."""
+        self.step.program.run(self.count, self.count)
+        best = Greedy(*(torch.from_numpy(part[: self.count]) for part in self.step.choices))
+        return self.step.output[: self.count], best
 
     def most_probable(self) -> StepResult:
         """The most probable token of each sequence."""

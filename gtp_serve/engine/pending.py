@@ -15,7 +15,7 @@ from gtp_serve.engine.details import Details
 from gtp_serve.engine.step import NO_TOKEN, PromptScores, StepPlan, StepResult
 from gtp_serve.ops.batch import Taps
 from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.logprobs import PromptLogprobs
+from gtp_serve.ops.logprobs import Normalise, PromptLogprobs
 from gtp_serve.ops.sampling import Sampled
 
 
@@ -30,13 +30,16 @@ class Masks:
 
 
 class Prepared:
-    """A step that was begun: its specs, the taps for the model, and the masks under way."""
+    """A step that was begun: its specs, the taps for the model, and the masks under way.
 
-    def __init__(self, plan: StepPlan, vocab_size: int) -> None:
+    :param normalise: see ``ops.logprobs.PromptLogprobs``.
+    """
+
+    def __init__(self, plan: StepPlan, vocab_size: int, normalise: Normalise | None) -> None:
         self.plan = plan
         self.specs = [item.sample for item in plan.items if item.sample is not None]
         self.masks: Future[Masks] | None = None
-        self.scores = _prompt_logprobs(plan, vocab_size)
+        self.scores = _prompt_logprobs(plan, vocab_size, normalise)
         self.routes: list[Tensor] | None = [] if any(item.routes for item in plan.items) else None
 
     @property
@@ -47,7 +50,7 @@ class Prepared:
         return Taps(scored=None if self.scores is None else self.scores.add, routes=self.routes)
 
 
-def _prompt_logprobs(plan: StepPlan, vocab_size: int) -> PromptLogprobs | None:
+def _prompt_logprobs(plan: StepPlan, vocab_size: int, normalise: Normalise | None) -> PromptLogprobs | None:
     specs = [item.score for item in plan.items if item.score is not None]
     if not specs:
         return None
@@ -57,6 +60,7 @@ def _prompt_logprobs(plan: StepPlan, vocab_size: int) -> PromptLogprobs | None:
         [options.top_n for _, options in per_row],
         [options.token_ids for _, options in per_row],
         vocab_size=vocab_size,
+        normalise=normalise,
     )
 
 

@@ -23,8 +23,7 @@ from gtp_serve.engine.sampler import Sampler
 from gtp_serve.engine.step import Pending, StepItem, StepPlan, StepResult
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, Taps
-from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.sampling import Order
+from gtp_serve.ops.sampling import BY_TORCH, Chooser
 
 
 class ForwardPass(Protocol):
@@ -72,7 +71,7 @@ class ModelRunner:
     :param together: entered around each forward pass, when its inputs are built: it tells the other ranks the plan
         and the recorded step that it runs in.
     :param grammars: compiles grammars for the model's tokenizer, if it has one.
-    :param greedy: see ``Sampler``, as ``order``.
+    :param chooser: see ``Sampler``.
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class ModelRunner:
         *,
         together: Callable[[StepPlan, int | None], AbstractContextManager[None]] = lambda plan, bucket: nullcontext(),
         grammars: GrammarCompiler | None = None,
-        greedy: Callable[[Tensor, int], Greedy] | None = None,
-        order: Order | None = None,
+        chooser: Chooser = BY_TORCH,
     ) -> None:
         self._decoder = decoder
         self._pool = pool
@@ -92,7 +90,7 @@ class ModelRunner:
         self._together = together
         self._ready = decoder.ready if isinstance(decoder, ReadyPass) else None
         self._sampler = Sampler(
-            vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, greedy=greedy, order=order
+            vocab_size=config.model.vocab_size, device=config.device, grammars=grammars, chooser=chooser
         )
 
     @torch.inference_mode()
@@ -155,4 +153,4 @@ class _Sampled:
 
     @torch.inference_mode()
     def wait(self) -> StepResult:
-        return self.sampler.finish(self.prepared, self.step.logits()).wait()
+        return self.sampler.finish(self.prepared, *self.step.logits()).wait()

@@ -7,7 +7,7 @@ device; ``Pending.wait`` brings everything to the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from gtp_serve.engine.step import (
 )
 from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.penalties import TokenCounts, add_bias, penalise
-from gtp_serve.ops.sampling import GREEDY_BELOW, Order, sample
+from gtp_serve.ops.sampling import BY_TORCH, GREEDY_BELOW, Chooser, sample
 
 _COMPILE_WAIT_SECONDS = 0.05
 """A step in which every sequence waits for its grammar waits with them, up to this long."""
@@ -55,9 +55,8 @@ class Sampler:
     """Samples for the sequences of one engine, and keeps what their shaping needs while they live.
 
     :param grammars: None: a sequence with a grammar is a dead end.
-    :param greedy: chooses in a step where every row is greedy and nothing else is asked of the logits; its
-        log-probabilities may differ in the last bits from those of other steps.
-    :param order: see ``ops.sampling.sample``.
+    :param chooser: the device's own ways.  Unless it normalises, log-probabilities of steps that are all greedy may
+        differ in the last bits from those of other steps.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Sampler:
         vocab_size: int,
         device: str | torch.device,
         grammars: GrammarCompiler | None = None,
-        greedy: Callable[[Tensor, int], Greedy] | None = None,
-        order: Order | None = None,
+        chooser: Chooser = BY_TORCH,
     ) -> None:
         self._vocab_size = vocab_size
-        self._greedy, self._order = greedy, order
+        self._greedy, self._draw = chooser.greedy, chooser.draw
+        self._normalise = chooser.greedy if chooser.normalises else None
         self._device = torch.device(device)
         self._grammars = grammars
         self._counts = TokenCounts(vocab_size, device)
@@ -88,7 +87,7 @@ class Sampler:
 
     def begin(self, plan: StepPlan) -> Prepared:
         """Start what can be done before the logits are there."""
-        prepared = Prepared(plan, self._vocab_size)
+        prepared = Prepared(plan, self._vocab_size, self._normalise)
         with_grammar = [
             (row, spec)
             for row, spec in enumerate(prepared.specs)
@@ -100,10 +99,11 @@ class Sampler:
             prepared.masks = self._beside.submit(self._masks, parsers, everyone)
         return prepared
 
-    def finish(self, prepared: Prepared, logits: Tensor) -> PendingTokens:
+    def finish(self, prepared: Prepared, logits: Tensor, best: Greedy | None = None) -> PendingTokens:
         """Put sampling on the device.
 
         :param logits: of the plan's samplers.
+        :param best: what the chooser's ``greedy`` gives of them, where that is known.
         """
         if self._greedy is not None and all(map(_only_greedy, prepared.specs)):
             return PendingTokens(prepared, self._greedy(logits, self._vocab_size), None, ())
@@ -118,9 +118,16 @@ class Sampler:
             rows,
             vocab_size=self._vocab_size,
             shape=(lambda logits_SV: self._shape(logits_SV, prepared.specs, masks, ignored)) if shaped else None,
-            order=self._order,
+            draw=self._draw,
+            best=self._best(logits, best),
         )
         return PendingTokens(prepared, sampled, Details.of(prepared.specs, rows, sampled), overruled)
+
+    def _best(self, logits: Tensor, known: Greedy | None) -> Greedy | None:
+        """By which log-probabilities are normalised."""
+        if self._normalise is None:
+            return None
+        return known or self._normalise(logits, self._vocab_size)
 
     # -- grammars ----------------------------------------------------------------------------------
 

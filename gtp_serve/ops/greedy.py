@@ -21,6 +21,20 @@ class Greedy(NamedTuple):
     finite_S: Tensor
     """bool: all of the row's logits are finite."""
 
+    def take(self, which: Tensor) -> Greedy:
+        """Of these rows."""
+        return Greedy(*(part[which] for part in self))
+
+    def logprobs_of(self, logits_SV: Tensor, ids_S: Tensor) -> Tensor:
+        """Log-probabilities [S] of one id of each row, normalised as the most probable one's, whose bits are kept."""
+        return self.logprobs_of_all(logits_SV, ids_S[:, None])[:, 0]
+
+    def logprobs_of_all(self, logits_SV: Tensor, ids_SN: Tensor | None = None) -> Tensor:
+        """The same [S, N] of some ids of each row, or [S, V] of all."""
+        largest_S1 = logits_SV.gather(1, self.token_ids_S[:, None])
+        some_SN = logits_SV if ids_SN is None else logits_SV.gather(1, ids_SN)
+        return (some_SN - largest_S1) + self.logprobs_S[:, None]
+
 
 def greedy(logits: Tensor, vocab_size: int) -> Greedy:
     """Choose from ``logits[:, :vocab_size]``, float32."""

@@ -5,13 +5,16 @@ Legend: R rows, V vocabulary ids that exist, N top ids, L listed ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.sampling import in_order
 
+Normalise = Callable[[Tensor, int], Greedy]
+"""``ops.greedy.greedy`` or its like."""
 Details = tuple[tuple[tuple[tuple[int, float], ...], tuple[float, ...]], ...]
 """For each row: ((id, log-probability) of the top ids, log-probabilities of the listed ids)."""
 
@@ -57,6 +60,7 @@ class PromptLogprobs:
 
     :param targets: the next token of each row.
     :param top_n: as in DetailRows, likewise ``listed``; no row's logits are kept.
+    :param normalise: finds the most probable ids, as which log-probabilities are normalised; None: ``log_softmax``.
     """
 
     def __init__(
@@ -66,21 +70,30 @@ class PromptLogprobs:
         listed: Sequence[Sequence[int]],
         *,
         vocab_size: int,
+        normalise: Normalise | None = None,
     ) -> None:
         self._targets, self._top_n, self._listed = targets, top_n, listed
-        self._vocab_size = vocab_size
+        self._vocab_size, self._normalise = vocab_size, normalise
         self._done = 0
         self._logprobs: list[Tensor] = []
         self._details: list[DetailRows] = []
 
     def add(self, logits: Tensor) -> None:
         """Take the next rows' logits, ``[rows, vocab_rows]`` float32."""
-        logprobs_RV = logits[:, : self._vocab_size].float().log_softmax(-1)
+        logits_RV = logits[:, : self._vocab_size].float()
         part = slice(self._done, self._done + logits.shape[0])
         self._done = part.stop
-        targets_R1 = torch.tensor(self._targets[part], device=logits.device)[:, None]
-        self._logprobs.append(logprobs_RV.gather(1, targets_R1)[:, 0])
-        self._details.append(DetailRows(logprobs_RV, self._top_n[part], self._listed[part]))
+        targets_R = torch.tensor(self._targets[part], device=logits.device)
+        top_n, listed = self._top_n[part], self._listed[part]
+        if self._normalise is None:
+            logprobs_RV = logits_RV.log_softmax(-1)
+            self._logprobs.append(logprobs_RV.gather(1, targets_R[:, None])[:, 0])
+        else:
+            best = self._normalise(logits, self._vocab_size)
+            self._logprobs.append(best.logprobs_of(logits_RV, targets_R))
+            # Few ask for more than their tokens'.
+            logprobs_RV = best.logprobs_of_all(logits_RV) if any(top_n) or any(listed) else logits_RV
+        self._details.append(DetailRows(logprobs_RV, top_n, listed))
 
     def on_host(self) -> tuple[tuple[float, ...], Details]:
         """(log-probabilities, details), one for each target; waits for the device."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gtp_serve.ops.greedy import Greedy
 
 GREEDY_BELOW = 1e-6
 _MASK64 = (1 << 64) - 1
@@ -65,6 +66,13 @@ class Sampled:
     """The logits; zero in rows that are not finite."""
     allowed_SV: Tensor
     """What was chosen from: shaped, with -inf for what is banned."""
+    best: Greedy | None = None
+    """By which log-probabilities are normalised; None: by ``log_softmax``."""
+
+    def logprobs_of(self, which: Tensor) -> Tensor:
+        """Log-probabilities [R, V] of these rows in the raw distribution."""
+        raw_RV = self.raw_SV[which]
+        return raw_RV.log_softmax(-1) if self.best is None else self.best.take(which).logprobs_of_all(raw_RV)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -73,28 +81,23 @@ def uniform(seed: int, index: int) -> float:
     return (_mix64(start + (index + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
-class Ordered(NamedTuple):
-    """The beginning of each row's ids in order, and what all of its ids weigh."""
-
-    top_SW: Tensor
-    """float32: logits, descending."""
-    ids_SW: Tensor
-    """int64; ascending among equals."""
-    mass_S: Tensor
-    """float64: the sum of exp((logit - largest) / temperature) over all ids."""
+Draw = Callable[[Tensor, Sequence[int], SamplingRows], Tensor]
+"""``draw_rows`` or its like."""
 
 
-Order = Callable[[Tensor, Tensor, int], Ordered]
-"""``order`` or its like."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chooser:
+    """How a device chooses tokens where it has ways of its own."""
+
+    greedy: Callable[[Tensor, int], Greedy] | None = None
+    """For steps in which every row is greedy and nothing else is asked of the logits."""
+    normalises: bool = False
+    """``greedy`` gives a row the same bits in every step, and all log-probabilities are normalised as its are."""
+    draw: Draw | None = None
+    """A faster ``draw_rows``."""
 
 
-def order(logits_SV: Tensor, temperature_S: Tensor, width: int) -> Ordered:
-    """The first ``width`` ids of each row, at most V, by logit descending, id ascending.
-
-    :param temperature_S: float32, positive.
-    """
-    top_SW, ids_SW = in_order(logits_SV, width)
-    return Ordered(top_SW, ids_SW, _mass(logits_SV, top_SW[:, :1], temperature_S[:, None]))
+BY_TORCH = Chooser()
 
 
 def sample(
@@ -103,7 +106,8 @@ def sample(
     *,
     vocab_size: int,
     shape: Callable[[Tensor], Tensor] | None = None,
-    order: Order | None = None,
+    draw: Draw | None = None,
+    best: Greedy | None = None,
 ) -> Sampled:
     """Choose one id for each row.
 
@@ -111,21 +115,39 @@ def sample(
         looked at.
     :param shape: what is done to the logits ``[S, vocab_size]`` before anything is chosen; it may forbid ids with
         -inf, but not all of a row's.  Log-probabilities are those of the logits without it.
-    :param order: a faster ``order``, on a CPU.
+    :param draw: a faster ``draw_rows``.
+    :param best: the most probable ids, where they are known; log-probabilities are normalised as theirs.
     """
     logits_SV = logits[:, :vocab_size].float()
-    # Both ends are NaN when any element is: two quick passes instead of a slow elementwise test.
-    finite_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
-    raw_SV = torch.where(finite_S[:, None], logits_SV, 0.0)
+    if best is None:
+        # Both ends are NaN when any element is: two quick passes instead of a slow elementwise test.
+        finite_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
+        raw_SV = torch.where(finite_S[:, None], logits_SV, 0.0)
+    else:
+        finite_S = best.finite_S
+        raw_SV = logits_SV if bool(finite_S.all()) else torch.where(finite_S[:, None], logits_SV, 0.0)
     allowed_SV = _without_banned(raw_SV if shape is None else shape(raw_SV), rows.banned)
-    token_ids_S = _choose(allowed_SV, rows, order)
-    logprobs_S = raw_SV.log_softmax(-1).gather(1, token_ids_S[:, None])[:, 0]
+    drawn = [row for row, temperature in enumerate(rows.temperature) if temperature >= GREEDY_BELOW]
+    drawn_ids = (draw or draw_rows)(allowed_SV, drawn, rows) if drawn else None
+    if drawn_ids is not None and len(drawn) == len(rows):
+        token_ids_S = drawn_ids
+    else:
+        # The first of several equals, as documented.
+        known = best is not None and allowed_SV is logits_SV
+        token_ids_S = best.token_ids_S.clone() if best is not None and known else allowed_SV.argmax(-1)
+        if drawn_ids is not None:
+            token_ids_S[torch.tensor(drawn, device=logits.device)] = drawn_ids
+    if best is None:
+        logprobs_S = raw_SV.log_softmax(-1).gather(1, token_ids_S[:, None])[:, 0]
+    else:
+        logprobs_S = best.logprobs_of(raw_SV, token_ids_S)
     return Sampled(
         token_ids_S=token_ids_S,
         logprobs_S=logprobs_S,
         finite_S=finite_S,
         raw_SV=raw_SV,
         allowed_SV=allowed_SV,
+        best=best,
     )
 
 
@@ -167,18 +189,16 @@ def _without_banned(logits_SV: Tensor, banned: Sequence[tuple[int, ...]]) -> Ten
     return logits_SV.index_put(at, torch.tensor(-torch.inf, device=logits_SV.device))
 
 
-def _choose(logits_SV: Tensor, rows: SamplingRows, order: Order | None) -> Tensor:
-    token_ids_S = logits_SV.argmax(-1)  # the first of several equals, as documented
-    drawn = [row for row, temperature in enumerate(rows.temperature) if temperature >= GREEDY_BELOW]
-    if not drawn:
-        return token_ids_S
+def draw_rows(logits_SV: Tensor, which: Sequence[int], rows: SamplingRows) -> Tensor:
+    """The ids that some rows draw, int64, in the order of ``which``."""
+    token_ids_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
     params = _Params.of(rows, logits_SV.device)
-    narrow = {row for row in drawn if 1 <= rows.top_k[row] <= _NARROW}
-    _settle(token_ids_S, sorted(narrow), logits_SV, params, _NARROW, order)
-    unsettled = [row for row in drawn if row not in narrow]
+    narrow = {row for row in which if 1 <= rows.top_k[row] <= _NARROW}
+    _settle(token_ids_S, sorted(narrow), logits_SV, params, _NARROW)
+    unsettled = [row for row in which if row not in narrow]
     for width in (*_WIDTHS, logits_SV.shape[1]):
-        unsettled = _settle(token_ids_S, unsettled, logits_SV, params, width, order)
-    return token_ids_S
+        unsettled = _settle(token_ids_S, unsettled, logits_SV, params, width)
+    return token_ids_S[torch.tensor(which, device=logits_SV.device)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -218,12 +238,10 @@ def _settle(
     logits_SV: Tensor,
     params: _Params,
     width: int,
-    order: Order | None,
 ) -> list[int]:
     """Draw for rows from the first ``width`` ids of their order; returns the rows that need more of it."""
     vocab = logits_SV.shape[1]
-    chunked = order is None and logits_SV.device.type == "cpu"
-    at_once = max(1, _CPU_CHUNK // vocab) if chunked else max(1, len(which))
+    at_once = max(1, _CPU_CHUNK // vocab) if logits_SV.device.type == "cpu" else max(1, len(which))
     # A narrow order holds all of its top-k and a full one holds all: asking those would only make a GPU wait.
     certain = width == _NARROW or width >= vocab
     unsettled: list[int] = []
@@ -231,26 +249,22 @@ def _settle(
         part = which[start : start + at_once]
         at = torch.tensor(part, device=logits_SV.device)
         own_SV = logits_SV if len(part) == len(logits_SV) else logits_SV[at]
-        token_ids_S[at], settled_S = _draw(own_SV, params.take(at), min(width, vocab), order)
+        token_ids_S[at], settled_S = _draw(own_SV, params.take(at), min(width, vocab))
         if not certain:
             unsettled += [row for row, done in zip(part, settled_S.tolist(), strict=True) if not done]
     return unsettled
 
 
-def _draw(logits_SV: Tensor, params: _Params, width: int, order: Order | None) -> tuple[Tensor, Tensor]:
+def _draw(logits_SV: Tensor, params: _Params, width: int) -> tuple[Tensor, Tensor]:
     """(chosen ids, whether ``width`` sufficed to choose them) for each row."""
     vocab = logits_SV.shape[1]
-    mass_S: Tensor | None = None
-    if order is None:
-        top_SW, ids_SW = in_order(logits_SV, width)
-    else:
-        top_SW, ids_SW, mass_S = order(logits_SV, params.temperature, width)
+    top_SW, ids_SW = in_order(logits_SV, width)
     best_S1, temperature_S1 = top_SW[:, :1], params.temperature[:, None]
     weights_SW = _weights(top_SW, best_S1, temperature_S1)
     sums_SW = weights_SW.cumsum(-1, dtype=torch.float64)
     all_S = sums_SW[:, -1]
     if _NARROW < width < vocab:
-        all_S = mass_S if mass_S is not None else _mass(logits_SV, best_S1, temperature_S1)
+        all_S = _mass(logits_SV, best_S1, temperature_S1)
 
     kept_S, top_k_S = _kept(weights_SW, sums_SW, params, vocab, all_S)
     unfiltered_S = (top_k_S == vocab) & (params.top_p >= 1) & (params.min_p <= 0)

@@ -16,7 +16,7 @@ from gtp_serve.ops import reference
 from gtp_serve.ops.batch import AttentionPlan, Batch, FixedAttention
 from gtp_serve.ops.greedy import Greedy, greedy
 from gtp_serve.ops.paged import plan_paged
-from gtp_serve.ops.sampling import Order
+from gtp_serve.ops.sampling import Draw
 
 
 class RecordedStep(Protocol):
@@ -70,8 +70,9 @@ class Ops:
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     greedy: Callable[[Tensor, int], Greedy]
-    order: Order | None = None
-    """A faster ``ops.sampling.order``."""
+    normalises: bool = False
+    """See ``ops.sampling.Chooser``, as ``draw``."""
+    draw: Draw | None = None
     gated_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     """``swiglu(linear(...))`` in one; None: one after the other."""
     logits: Callable[[Tensor, Tensor], Tensor] | None = None

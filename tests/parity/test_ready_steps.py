@@ -27,6 +27,7 @@ from gtp_serve.engine.step import (
 from gtp_serve.engine.thread import InThread
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.cpu.native import native_ops
+from gtp_serve.ops.sampling import BY_TORCH, Chooser
 from gtp_serve.request import LogprobOptions, SamplingParams
 
 MODEL = replace(TINY_MODEL, num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, ffn_size=80)
@@ -42,7 +43,7 @@ SAMPLED = (
 )
 
 
-def make(model: ModelConfig, *, captured: bool = True, greedy: bool = True) -> tuple[ModelRunner, DecodeGraphs, KVPool]:
+def make(model: ModelConfig, *, captured: bool = True, own: bool = True) -> tuple[ModelRunner, DecodeGraphs, KVPool]:
     ops = native_ops(THREADS)
     decoder, pool = random_decoder(model, torch.bfloat16, ops, blocks=BLOCKS, block_size=BLOCK)
     assert ops.recorder is not None
@@ -52,7 +53,8 @@ def make(model: ModelConfig, *, captured: bool = True, greedy: bool = True) -> t
     while captured and graphs.capture_next():
         pass
     config = replace(engine_config(num_blocks=BLOCKS), model=model)
-    return ModelRunner(graphs, pool, config, greedy=ops.greedy if greedy else None), graphs, pool
+    chooser = Chooser(greedy=ops.greedy, normalises=True, draw=ops.draw) if own else BY_TORCH
+    return ModelRunner(graphs, pool, config, chooser=chooser), graphs, pool
 
 
 def item(start: int, token: int, table: Sequence[int]) -> StepItem:
@@ -117,7 +119,7 @@ def test_a_step_of_more_than_single_tokens_is_never_ready() -> None:
 
 
 def test_deterministic_steps_are_ready_too_and_choose_as_all_their_others_do() -> None:
-    runner, _, _ = make(MODEL, greedy=False)
+    runner, _, _ = make(MODEL, own=False)
     plan = plan_of(item(5, 3, [1, 2]), item(6, 4, [3, 4]))
     pending = runner.ready(plan)
     assert pending is not None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Thread
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -163,6 +165,28 @@ def test_angles_reach_as_far_as_the_longest_table() -> None:
     prompts.record()
     batch = batch_of([(0, 0, 4 * TABLE)], TABLE)
     assert torch.equal(prompts.run(batch), run(eager, cached, batch))
+
+
+def test_a_step_of_another_thread_is_carried_out_while_one_is_recorded() -> None:
+    """The engine's thread computes a prompt while its caller records."""
+    ops = native_ops(THREADS)
+    (eager, cached), (decoder, pool) = make(DENSE, torch.float32, ops), make(DENSE, torch.float32, ops)
+    batch, found = batch_of([(0, 0, 9), (1, 0, 2)], TABLE), list[Tensor]()
+    recorder, hidden = ops.recorder, decoder.hidden
+    assert recorder is not None
+    expected = run(eager, cached, batch)
+
+    def hidden_beside_another(*args: Any) -> Tensor:
+        other = Thread(target=lambda: found.append(run(eager, cached, batch)))
+        other.start()
+        other.join(30)
+        return hidden(*args)
+
+    prompts = RecordedPrompts(decoder, pool, recorder, tokens=TOKENS, sequences=SEQUENCES, max_blocks=TABLE)
+    with patch.object(decoder, "hidden", hidden_beside_another):
+        prompts.record()
+    assert torch.equal(found[0], expected)
+    assert torch.equal(prompts.run(batch), expected)
 
 
 def test_where_it_cannot_be_recorded_eager_steps_go_on() -> None:

@@ -15,6 +15,7 @@ from sampling_twin import Choice, choose, shaped
 from gtp_serve.engine.sampler import Sampler
 from gtp_serve.engine.step import NO_TOKEN, SampleSpec, ScoreSpec, Shaping, StepItem, StepPlan, StepResult
 from gtp_serve.ops.greedy import Greedy, greedy
+from gtp_serve.ops.sampling import Chooser
 from gtp_serve.request import LogprobOptions, SamplingParams
 
 torch.set_num_threads(1)
@@ -268,7 +269,7 @@ def test_a_devices_own_greedy_choice_serves_steps_that_are_all_greedy_and_no_oth
     logits[1, 7] = torch.inf
     sure = spec_of(SamplingParams(temperature=0.0), None)
     drawn = spec_of(SamplingParams(temperature=1.0), None, seed=3)
-    both = [Sampler(vocab_size=40, device="cpu", greedy=choice) for choice in (None, counted)]
+    both = [Sampler(vocab_size=40, device="cpu", chooser=Chooser(greedy=choice)) for choice in (None, counted)]
 
     plain, quick = (run(sampler, [sure, sure, sure], logits) for sampler in both)
     assert (calls, quick.token_ids) == ([3], plain.token_ids)

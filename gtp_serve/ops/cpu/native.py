@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gtp_serve.ops.batch import AttentionPlan, Batch
 from gtp_serve.ops.cpu import structs
+from gtp_serve.ops.cpu.draw import draw
 from gtp_serve.ops.cpu.library import Threads
-from gtp_serve.ops.cpu.order import order
-from gtp_serve.ops.cpu.recording import CHOICES, OnlyRecorded, Program, Recording
+from gtp_serve.ops.cpu.recording import CHOICES, OfThread, OnlyRecorded, Program, Recording
+from gtp_serve.ops.cpu.summaries import Summaries
 from gtp_serve.ops.greedy import Greedy
 from gtp_serve.ops.table import REFERENCE, Ops
 
@@ -35,9 +36,8 @@ class Native:
         self.threads = threads
         self.int8: dict[int, tuple[Tensor, Tensor]] = {}
         """By the address of a weight, its rows as int8 and their scales, which are read instead of it."""
-        self._recording: Recording | None = None
-        self._summaries: dict[int, _Summary] = {}
-        """By the address of logits, what was found out about them while they were computed."""
+        self._own = OfThread()
+        self._summaries = Summaries()
 
     def record(self, step: Callable[[], Tensor], inputs: Mapping[int, int]) -> tuple[Program, Tensor]:
         """Record a step, none of whose operations is carried out; with it the memory of its result.
@@ -45,12 +45,12 @@ class Native:
         :param inputs: the counter of each input that has a row for each token or for each wanted row, by address.
         :raises EngineFault: part of it is no operation of this table.
         """
-        recording = self._recording = Recording(inputs)
+        recording = self._own.recording = Recording(inputs)
         try:
             with OnlyRecorded():  # type: ignore[no-untyped-call]
                 output = step()
         finally:
-            self._recording = None
+            self._own.recording = None
         return recording.finish(output, self.threads), output
 
     # -- the table ---------------------------------------------------------------------------------
@@ -100,12 +100,10 @@ class Native:
         blocks = -(-weight_VD.shape[0] // structs.HEAD_BLOCK)
         partials = self._empty((x_SD.shape[0], blocks, structs.PARTIAL_FLOATS), torch.float32, x_SD)
         out = self._linear(x_SD, weight_VD, None, torch.float32, partials=partials)
-        if self._recording is not None:
-            self._recording.keep(partials)
-        else:
-            # One step's at a time: nothing else keeps logits of eager steps.
-            self._summaries = {at: kept for at, kept in self._summaries.items() if kept.recorded}
-        self._summaries[out.data_ptr()] = _Summary(out, partials, self._recording is not None)
+        recording = self._own.recording
+        if recording is not None:
+            recording.keep(partials)
+        self._summaries.put(out, partials, recorded=recording is not None)
         return out
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -296,15 +294,13 @@ class Native:
     def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
         """See ``ops.greedy``; recorded, it is done for so many rows as CHOICES says."""
         count, vocab_size = logits.shape[0], min(vocab_size, logits.shape[1])
-        recording = self._recording
+        recording = self._own.recording
         token_ids, logprobs, finite = (
             torch.empty(count, dtype=dtype) if recording is None else recording.allocate((count,), dtype, CHOICES)
             for dtype in (torch.int64, torch.float32, torch.bool)
         )
-        known = self._summaries.get(logits.data_ptr())
-        fits = known is not None and known.logits.shape[1] == vocab_size and known.logits.stride(0) == logits.stride(0)
         op = structs.Greedy(
-            **structs.pointers(partials=known.partials if known is not None and fits else None),
+            **structs.pointers(partials=self._summaries.of(logits, vocab_size)),
             **structs.pointers(logits=logits, token_ids=token_ids, logprobs=logprobs, finite=finite),
             rows=count,
             vocab=vocab_size,
@@ -323,9 +319,10 @@ class Native:
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Memory for a result with as many rows as ``like``."""
-        if self._recording is None:
+        recording = self._own.recording
+        if recording is None:
             return torch.empty(tuple(shape), dtype=dtype)
-        return self._recording.allocate(shape, dtype, self._recording.counter_of(like))
+        return recording.allocate(shape, dtype, recording.counter_of(like))
 
     def _emit(self, op: structs.Op, rows_of: Tensor, *others: Tensor) -> None:
         """Carry out an operation with the rows of its first tensor, or add it to the step that is being recorded."""
@@ -333,20 +330,11 @@ class Native:
         for tensor in (rows_of, *others):
             if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
                 raise ValueError(f"a tensor of shape {list(tensor.shape)} has strides {tensor.stride()}")
-        if self._recording is not None:
-            op.counter = self._recording.counter_of(rows_of)
-            self._recording.append(op, (rows_of, *others))
+        if (recording := self._own.recording) is not None:
+            op.counter = recording.counter_of(rows_of)
+            recording.append(op, (rows_of, *others))
         else:
             self.threads.run([op])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Summary:
-    """Logits, which are kept so that their memory holds nothing else meanwhile, and what is known of each block."""
-
-    logits: Tensor
-    partials: Tensor
-    recorded: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -395,5 +383,6 @@ def native_ops(threads: Threads) -> Ops:
         route=native.route,
         experts=native.experts,
         greedy=native.greedy,
-        order=partial(order, threads),
+        normalises=True,
+        draw=partial(draw, threads),
     )

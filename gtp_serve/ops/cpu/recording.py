@@ -7,6 +7,7 @@ the same time are laid on top of one another, so that a step of many layers stay
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, field
@@ -160,6 +161,12 @@ class Recording:
                 if buffer is not None and id(buffer) in moved:
                     setattr(part, name, address + moved[id(buffer)])
         return arena
+
+
+class OfThread(threading.local):
+    """What this thread records; another one may carry out a step meanwhile."""
+
+    recording: Recording | None = None
 
 
 def _pointers_in(op: Op) -> Iterator[tuple[Op, str]]:

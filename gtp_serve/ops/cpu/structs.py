@@ -155,12 +155,12 @@ class Greedy(Op):
     _fields_ = _whole("logits partials token_ids logprobs finite vocab logits_row")
 
 
-class Order(Op):
-    """The beginning of each row's ids in order, and the mass of all."""
+class Draw(Op):
+    """An id drawn for each row."""
 
     KIND = 10
-    POINTERS = ("logits", "temperatures", "top", "ids", "mass")
-    _fields_ = _whole("logits temperatures top ids mass vocab logits_row width")
+    POINTERS = ("logits", "at", "temperatures", "top_k", "top_p", "min_p", "uniform", "ids")
+    _fields_ = _whole("logits at temperatures top_k top_p min_p uniform ids vocab logits_row")
 
 
 KINDS: tuple[type[Op], ...] = (
@@ -174,7 +174,7 @@ KINDS: tuple[type[Op], ...] = (
     Route,
     Experts,
     Greedy,
-    Order,
+    Draw,
 )
 
 

@@ -18,7 +18,7 @@ enum Kind : int64_t {
   kRoute,
   kExperts,
   kGreedy,
-  kOrder,
+  kDraw,
   kKinds,
 };
 
@@ -132,14 +132,15 @@ struct GreedyOp : Op {
   int64_t vocab, logits_row;
 };
 
-// Of each row the first `width` ids (logit descending, id ascending) with their logits, and the sum over all of
-// exp((logit - largest) / temperature).
-struct OrderOp : Op {
-  const float *logits, *temperatures;
-  float* top;
+// ids[r] = what row at[r] of the logits draws with its uniform number in [0, 1); top_k below 1 keeps all.
+struct DrawOp : Op {
+  const float* logits;
+  const int64_t* at;
+  const float* temperatures;
+  const int64_t* top_k;
+  const double *top_p, *min_p, *uniform;
   int64_t* ids;
-  double* mass;
-  int64_t vocab, logits_row, width;
+  int64_t vocab, logits_row;
 };
 
 }  // namespace gtp

@@ -14,7 +14,7 @@
 #include "kernels/attention.h"
 #include "kernels/experts.h"
 #include "kernels/greedy.h"
-#include "kernels/order.h"
+#include "kernels/draw.h"
 
 namespace gtp {
 namespace GTP_ISA {
@@ -31,7 +31,7 @@ const Kernel kKernels[kKinds] = {
     {route, route_scratch, nullptr, nullptr},
     {experts, experts_scratch, experts_phases, nullptr},
     {greedy, greedy_scratch, greedy_phases, greedy_small},
-    {order, order_scratch, nullptr, nullptr},
+    {draw, draw_scratch, nullptr, nullptr},
 };
 
 }  // namespace GTP_ISA

@@ -63,7 +63,7 @@ extern "C" {
 GTP_EXPORT void gtp_op_sizes(int64_t* sizes) {
   const int64_t found[kKinds] = {sizeof(GatherOp), sizeof(NormOp),      sizeof(LinearOp), sizeof(RopeOp),
                                  sizeof(AttentionOp), sizeof(SwigluOp), sizeof(AddSharedOp), sizeof(RouteOp),
-                                 sizeof(ExpertsOp), sizeof(GreedyOp), sizeof(OrderOp)};
+                                 sizeof(ExpertsOp), sizeof(GreedyOp), sizeof(DrawOp)};
   std::memcpy(sizes, found, sizeof found);
 }
 
