@@ -19,6 +19,27 @@ Details = tuple[tuple[tuple[tuple[int, float], ...], tuple[float, ...]], ...]
 """For each row: ((id, log-probability) of the top ids, log-probabilities of the listed ids)."""
 
 
+def logprobs_of(logits: Tensor, ids_R: Tensor, vocab_size: int, normalise: Normalise | None) -> Tensor:
+    """Log-probabilities [R] float32 of one id of each row of logits ``[R, vocab_rows]``.
+
+    :param normalise: finds the most probable ids, as which others are normalised; None: ``log_softmax``.
+    """
+    logits = logits.float()
+    logits_RV = logits[:, :vocab_size]
+    if normalise is None:
+        return logits_RV.log_softmax(-1).gather(1, ids_R[:, None])[:, 0]
+    return normalise(logits, vocab_size).logprobs_of(logits_RV, ids_R)
+
+
+def all_logprobs(logits: Tensor, vocab_size: int, normalise: Normalise | None) -> Tensor:
+    """The same of all ids, [R, V]."""
+    logits = logits.float()
+    logits_RV = logits[:, :vocab_size]
+    if normalise is None:
+        return logits_RV.log_softmax(-1)
+    return normalise(logits, vocab_size).logprobs_of_all(logits_RV)
+
+
 class DetailRows:
     """Top and listed log-probabilities of some rows, on their device until ``on_host``.
 
@@ -60,7 +81,7 @@ class PromptLogprobs:
 
     :param targets: the next token of each row.
     :param top_n: as in DetailRows, likewise ``listed``; no row's logits are kept.
-    :param normalise: finds the most probable ids, as which log-probabilities are normalised; None: ``log_softmax``.
+    :param normalise: as in ``logprobs_of``.
     """
 
     def __init__(
@@ -80,19 +101,16 @@ class PromptLogprobs:
 
     def add(self, logits: Tensor) -> None:
         """Take the next rows' logits, ``[rows, vocab_rows]`` float32."""
-        logits_RV = logits[:, : self._vocab_size].float()
         part = slice(self._done, self._done + logits.shape[0])
         self._done = part.stop
         targets_R = torch.tensor(self._targets[part], device=logits.device)
         top_n, listed = self._top_n[part], self._listed[part]
-        if self._normalise is None:
-            logprobs_RV = logits_RV.log_softmax(-1)
-            self._logprobs.append(logprobs_RV.gather(1, targets_R[:, None])[:, 0])
-        else:
-            best = self._normalise(logits, self._vocab_size)
-            self._logprobs.append(best.logprobs_of(logits_RV, targets_R))
-            # Few ask for more than their tokens'.
-            logprobs_RV = best.logprobs_of_all(logits_RV) if any(top_n) or any(listed) else logits_RV
+        if not any(top_n) and not any(listed):  # few ask for more than their tokens'
+            self._logprobs.append(logprobs_of(logits, targets_R, self._vocab_size, self._normalise))
+            self._details.append(DetailRows(logits, top_n, listed))
+            return
+        logprobs_RV = all_logprobs(logits, self._vocab_size, self._normalise)
+        self._logprobs.append(logprobs_RV.gather(1, targets_R[:, None])[:, 0])
         self._details.append(DetailRows(logprobs_RV, top_n, listed))
 
     def on_host(self) -> tuple[tuple[float, ...], Details]:

@@ -86,6 +86,11 @@ class Ops:
     recorder: Recorder | None = None
     """Records steps of this table, where it can; on a GPU the device does."""
 
+    @property
+    def normalise(self) -> Callable[[Tensor, int], Greedy] | None:
+        """By what log-probabilities are normalised; None: ``log_softmax``."""
+        return self.greedy if self.normalises else None
+
     def __deepcopy__(self, memo: dict[int, object]) -> Ops:
         """Copies of a model compute by the same functions."""
         return self

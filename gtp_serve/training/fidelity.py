@@ -21,6 +21,7 @@ from gtp_serve.layout.spans import Box, Shape, Shard
 from gtp_serve.models.decoder import Decoder, build_decoder
 from gtp_serve.ops.batch import Taps
 from gtp_serve.ops.choice import choose_ops
+from gtp_serve.ops.logprobs import logprobs_of
 from gtp_serve.refit.apply import apply_plan
 from gtp_serve.refit.offer import whole_shard
 from gtp_serve.refit.plan import build_plan
@@ -207,8 +208,8 @@ def _logprobs(decoder: Decoder, ids: Sequence[int]) -> Tensor:
 
     def take(logits: Tensor) -> None:
         first = sum(piece.shape[0] for piece in found)
-        targets = ids_T[1 + first : 1 + first + logits.shape[0], None]
-        found.append(logits[:, : config.vocab_size].float().log_softmax(-1).gather(1, targets)[:, 0])
+        targets = ids_T[1 + first : 1 + first + logits.shape[0]]
+        found.append(logprobs_of(logits, targets, config.vocab_size, placement.ops.normalise))
 
     decoder.forward(replace(batch, score_rows_R=rows[:-1], logit_rows_S=rows[-1:]), keys, values, Taps(scored=take))
     return torch.cat(found).cpu()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gtp_serve.config import ModelConfig
+from gtp_serve.ops.logprobs import Normalise, logprobs_of
 from gtp_serve.training.groups import AxisGroup, rank_of, size_of
 from gtp_serve.training.placement import TrainPlacement
 from gtp_serve.training.token_ids import check_ids
@@ -27,23 +28,26 @@ def target_logprobs(logits_SV: Tensor, targets_S: Tensor, config: ModelConfig, p
     :raises UsageError: for a target that does not exist.
     """
     check_ids(targets_S, config.vocab_size, "targets_S")
-    tp = placement.tp()
-    if size_of(tp) == 1:
-        return _logprobs(logits_SV[:, : config.vocab_size].float(), targets_S)
+    tp, normalise = placement.tp(), placement.ops.normalise
+    if size_of(tp) == 1 and normalise is None:
+        return logprobs_of(logits_SV, targets_S, config.vocab_size, None)
+    whole_rows = size_of(tp) == 1 or placement.sums_in_rank_order
     logprobs: Tensor = _ParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_SV, targets_S, tp, config, placement.sums_in_rank_order
+        logits_SV, targets_S, tp, config, whole_rows, normalise
     )
     return logprobs
-
-
-def _logprobs(logits: Tensor, targets_S: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(1, targets_S[:, None])[:, 0]
 
 
 class _ParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_SV: Tensor, targets_S: Tensor, tp: AxisGroup, config: ModelConfig, whole_rows: bool
+        ctx: Any,
+        logits_SV: Tensor,
+        targets_S: Tensor,
+        tp: AxisGroup,
+        config: ModelConfig,
+        whole_rows: bool,
+        normalise: Normalise | None,
     ) -> Tensor:
         held = logits_SV.shape[1]
         first = rank_of(tp) * held
@@ -52,8 +56,9 @@ class _ParallelLogprobs(torch.autograd.Function):
         mine_S = (targets_S >= first) & (targets_S < first + real)
         local_S = (targets_S - first).masked_fill(~mine_S, 0)
         if whole_rows:
-            rows_SW = gather_columns(mine_SV, tp)[:, : config.vocab_size]
-            logprobs_S, total_S = _logprobs(rows_SW, targets_S), rows_SW.logsumexp(-1)
+            rows_SW = mine_SV if size_of(tp) == 1 else gather_columns(mine_SV, tp)
+            logprobs_S = logprobs_of(rows_SW, targets_S, config.vocab_size, normalise)
+            total_S = rows_SW[:, : config.vocab_size].logsumexp(-1)
         else:
             # A rank whose columns are all padding has nothing to add: the logarithm of zero.
             own_S = mine_SV[:, :real].logsumexp(-1) if real else mine_SV.new_full(mine_S.shape, -torch.inf)
@@ -72,7 +77,7 @@ class _ParallelLogprobs(torch.autograd.Function):
         dlogits_SV = (logits_SV.float() - total_S[:, None]).exp().mul_(-dlogprobs_S[:, None])
         dlogits_SV[:, ctx.real :] = 0
         dlogits_SV.scatter_add_(1, local_S[:, None], (dlogprobs_S * mine_S)[:, None])
-        return dlogits_SV.to(logits_SV.dtype), None, None, None, None
+        return dlogits_SV.to(logits_SV.dtype), None, None, None, None, None
 
 
 def gather_columns(x_SV: Tensor, group: AxisGroup) -> Tensor:

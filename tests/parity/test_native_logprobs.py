@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_library import the_library
+import torch
+from native_library import THREADS
 
 from gtp_serve import LLM, Completion
+from gtp_serve.ops.cpu.native import native_ops
+from gtp_serve.ops.logprobs import logprobs_of
 
-the_library()
 CKPT = Path(__file__).parents[1] / "data" / "megatron" / "llama-tp2-pp1-gtp2-pad16-padded"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -50,3 +52,16 @@ def test_alone_beside_others_and_scored(llm: LLM, sampling: dict[str, Any]) -> N
     found = [(value, one) for value, one in zip(told, detailed.logprobs, strict=True) if value is not None]
     assert found or sampling != GREEDY
     assert all(value == one for value, one in found)
+
+
+def test_logits_that_their_owner_changes_are_normalised_as_they_are_then() -> None:
+    """A trainer divides its logits by a temperature in place."""
+    ops = native_ops(THREADS)
+    assert ops.logits is not None
+    generator = torch.Generator().manual_seed(4)
+    x_SD, weight_VD = torch.randn(5, 32, generator=generator), torch.randn(300, 32, generator=generator)
+    logits_SV = ops.logits(x_SD, weight_VD)
+    logits_SV.div_(2.5)
+    ids_S = torch.tensor([0, 299, 17, 5, 64])
+    expected = logits_SV.log_softmax(-1).gather(1, ids_S[:, None])[:, 0]
+    torch.testing.assert_close(logprobs_of(logits_SV, ids_S, 300, ops.normalise), expected, rtol=0, atol=1e-5)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+from checkpoint_files import write_hf
+from safetensors.torch import save_file
 from torch import Tensor
 from train_twin import (
     CONFIGS,
@@ -26,6 +29,7 @@ from train_twin import (
 )
 from training_ranks import ThreadGroup, on_threads, thread_groups
 
+from gtp_serve import LLM
 from gtp_serve.config import ModelConfig
 from gtp_serve.errors import UsageError
 from gtp_serve.layers.placement import InRankOrder
@@ -140,6 +144,32 @@ def test_a_deterministic_server_gives_the_trainers_log_probabilities_to_the_last
     for rank, found in enumerate(trained):
         sequences = [part.tolist() for part in torch.split(ids_of(config, rank), list(LENGTHS)) if len(part) > 1]
         assert found == torch.cat(sequence_logprobs(server, sequences)).tolist()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_engine_generates_has_the_trainers_log_probabilities_to_the_last_bit(
+    tmp_path: Path, dtype: Literal["float32", "bfloat16"], deterministic: bool
+) -> None:
+    """Where a row's results depend on no other, which is always so with the native ops and else on request."""
+    if not deterministic and not choose_ops(device="cpu", dtype=getattr(torch, dtype), head_dim=8).normalises:
+        deterministic = True
+    config = replace(DENSE, vocab_size=DENSE.vocab_rows)
+    write_hf(tmp_path, config, max_position_embeddings=config.max_context)
+    save_file(weights_of(config), tmp_path / "model.safetensors")
+    prompt, sampling = [3, 1, 4], {"max_new_tokens": 9, "ignore_eos": True}
+    drawn: list[dict[str, Any]] = [sampling | {"temperature": 0}] + [
+        sampling | {"temperature": 1.0, "seed": seed} for seed in range(3)
+    ]
+    with LLM(tmp_path, tokenizer=False, kv_memory="1MiB", dtype=dtype, deterministic=deterministic) as llm:
+        made = llm.generate([prompt] * 4, drawn) + [llm.generate([prompt], one)[0] for one in drawn]
+    model = model_of(config, None, 1, deterministic=deterministic, dtype=getattr(torch, dtype))
+    for one in made:
+        ids = torch.tensor([*prompt, *one.ids])
+        rows = torch.arange(len(prompt) - 1, len(ids) - 1)
+        logits = model(ids, (len(ids),), rows)
+        found = target_logprobs(logits, ids[rows + 1], model.config, model.placement)
+        assert found.tolist() == list(one.logprobs)
 
 
 def next_logprobs(model: TrainDecoder, ids: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ class _Summary:
 
     logits_SV: Tensor
     partials: Tensor
+    version: int
+    """Of the logits: a trainer may change its own in place."""
 
 
 class Summaries:
@@ -27,7 +29,7 @@ class Summaries:
 
     def put(self, logits_SV: Tensor, partials: Tensor, *, recorded: bool) -> None:
         """Take a head's; a thread may record a step while another one carries out its own."""
-        summary = _Summary(logits_SV, partials)
+        summary = _Summary(logits_SV, partials, _version_of(logits_SV))
         if recorded:
             self._recorded[logits_SV.data_ptr()] = summary
         else:
@@ -39,4 +41,9 @@ class Summaries:
         if found is None or found.logits_SV.data_ptr() != logits_SV.data_ptr():
             return None
         known = found.logits_SV
-        return found.partials if (known.shape[1], known.stride(0)) == (vocab_size, logits_SV.stride(0)) else None
+        now = (known.shape[1], known.stride(0), _version_of(logits_SV))
+        return found.partials if now == (vocab_size, logits_SV.stride(0), found.version) else None
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
