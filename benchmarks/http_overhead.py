@@ -1,9 +1,9 @@
 """What HTTP and scheduling cost beside the model: the same decode step in the engine, and through the server.
 
 At 32 streams: wall time of a step over HTTP and in ``LLM``, and within the latter of the recorded step alone, which so
-has the same memory; the best of interleaved rounds.  The rest is overhead, and so is the processor time of the HTTP
-process.  At 200 streams, all sent at the same moment with text to be tokenised: the longest time that the server's
-event loop did not come round.
+has the same memory, and with tokens that are drawn; the best of interleaved rounds.  The rest is overhead, and so is the
+processor time of the HTTP process.  At 200 streams, all sent at the same moment with text to be tokenised: the longest
+time that the server's event loop did not come round.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _STREAMS, _MANY = 32, 200
 _PROMPT, _CONTEXT = 32, 512
 _MOST_SHARE, _MOST_SECONDS = 0.10, 0.100
 _LOOK_SECONDS = 0.5
+_DRAWN = {"temperature 1": {"temperature": 1.0}, "temperature 1 and top_p 0.9": {"temperature": 1.0, "top_p": 0.9}}
+"""What is drawn instead of the most probable token."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -88,7 +90,8 @@ def report(found: dict[str, Any]) -> str:
     rows = [
         [f"a decode step of {_STREAMS} sequences alone", f"{significant(bare * 1e3)} ms"],
         ["the same in LLM: scheduling, sampling, results", f"{significant(llm * 1e3)} ms, {1 - bare / llm:.1%} of it"],
-        ["the same over HTTP", f"{significant(http * 1e3)} ms, {share(found):.1%} of it not the model's"],
+        *([f"the same with {name}", f"{significant(found['llm'][f'{name}_seconds'] * 1e3)} ms"] for name in _DRAWN),
+        ["the greedy step over HTTP", f"{significant(http * 1e3)} ms, {share(found):.1%} of it not the model's"],
         ["processor time of the HTTP process, each step", f"{significant(found['http']['http_cpu_seconds'] * 1e3)} ms"],
         [
             f"{_MANY} prompts at one moment: the loop computed at a stretch, at most",
@@ -121,7 +124,8 @@ def llm_step(args: argparse.Namespace) -> dict[str, float]:
         streams=_STREAMS,
         context=_CONTEXT,
     )
-    generate = ours_llm.load(options)
+    llm = ours_llm.open_llm(options)
+    generate = ours_llm.by(llm, temperature=0)
     prompts = Prompts(args.model)
     generate(prompts.take(_STREAMS, _PROMPT), 4, lambda _: True)
     case = Case(name="32", prompts=prompts.take(_STREAMS, _PROMPT), new=400, seconds=args.seconds)
@@ -144,7 +148,12 @@ def llm_step(args: argparse.Namespace) -> dict[str, float]:
         words = io.StringIO()
         pstats.Stats(profile, stream=words).sort_stats("tottime").print_stats(25)
         print(words.getvalue(), file=sys.stderr)
-    return {"step_seconds": _STREAMS / clock.times()["decode_tps"], "program_seconds": statistics.fmean(programs)}
+    found = {"step_seconds": _STREAMS / clock.times()["decode_tps"], "program_seconds": statistics.fmean(programs)}
+    for name, sampling in _DRAWN.items():
+        clock = Clock(case)
+        ours_llm.by(llm, **sampling)(case.prompts, case.new, clock.step)
+        found[f"{name}_seconds"] = _STREAMS / clock.times()["decode_tps"]
+    return found
 
 
 def serve(args: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peers.protocol import Generate, Options, Prompts, Step, main
+
+if TYPE_CHECKING:
+    from gtp_serve.llm import LLM
 
 
 def load(options: Options) -> Generate:
     """A model that takes and gives token ids."""
+    return by(open_llm(options), temperature=0)
+
+
+def open_llm(options: Options) -> LLM:
+    """The engine."""
     import torch
 
     from gtp_serve.llm import LLM
 
     torch.set_num_threads(options.threads)
     build: Callable[..., LLM] = LLM
-    llm = build(
+    return build(
         options.model,
         device="cpu",
         tokenizer=False,
@@ -28,9 +36,13 @@ def load(options: Options) -> Generate:
         **format_options(options.dtype),
     )
 
+
+def by(llm: LLM, **sampling: Any) -> Generate:
+    """Completions that are chosen so."""
+
     def generate(prompts: Prompts, new: int, step: Step) -> Prompts:
         replies: Prompts = [[] for _ in prompts]
-        streams = [llm.stream(prompt, max_new_tokens=new, temperature=0, ignore_eos=True) for prompt in prompts]
+        streams = [llm.stream(prompt, max_new_tokens=new, ignore_eos=True, **sampling) for prompt in prompts]
         try:
             while len(replies[-1]) < new:
                 for reply, stream in zip(replies, streams, strict=True):
