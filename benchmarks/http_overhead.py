@@ -1,9 +1,9 @@
 """What HTTP and scheduling cost beside the model: the same decode step in the engine, and through the server.
 
 At 32 streams: wall time of a step over HTTP and in ``LLM``, and within the latter of the recorded step alone, which so
-has the same memory, and with tokens that are drawn; the best of interleaved rounds.  The rest is overhead, and so is the
-processor time of the HTTP process.  At 200 streams, all sent at the same moment with text to be tokenised: the longest
-time that the server's event loop did not come round.
+has the same memory, and with tokens that are drawn; the best of interleaved rounds.  The rest is overhead, and so is
+the processor time of the HTTP process.  At 200 streams, all sent at the same moment with text to be tokenised: the
+longest time that the server's event loop did not come round.
 """
 
 from __future__ import annotations
