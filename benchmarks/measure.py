@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 #: Scripts with the minutes of a whole and of a quick run; those that take no limit have none to give.
 SCRIPTS: tuple[tuple[str, float | None, float | None], ...] = (
     ("start.py", None, None),
+    ("decode_limit.py", None, None),
     ("http_overhead.py", None, None),
     ("scaling.py", 2.5, 0.5),
     ("compare.py", 7.0, 1.8),

@@ -42,16 +42,52 @@ def describe() -> dict[str, str | int]:
 
 def read_bandwidth(threads: int, repetitions: int = 9) -> tuple[float, str]:
     """GB/s that so many threads read from memory (median), and how it was measured."""
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-    if compiler is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            program = Path(folder) / "read_speed"
-            command = [compiler, "-O3", "-march=native", "-pthread", str(_SOURCE), "-o", str(program)]
-            if subprocess.run(command, capture_output=True).returncode == 0:
-                words = [str(program), str(_MIB), str(threads), str(repetitions)]
-                said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-                return statistics.median(map(float, said.split())), "read_speed.c"
+    with tempfile.TemporaryDirectory() as folder:
+        program = _compile(Path(folder))
+        if program is not None:
+            words = [str(program), str(_MIB), str(threads), str(repetitions)]
+            said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            return statistics.median(map(float, said.split())), "read_speed.c"
     return numpy_bandwidth(threads, repetitions), "numpy"
+
+
+def _compile(folder: Path) -> Path | None:
+    """``read_speed.c``; None without a compiler."""
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None
+    program = folder / "read_speed"
+    command = [compiler, "-O3", "-march=native", "-pthread", str(_SOURCE), "-o", str(program)]
+    return program if subprocess.run(command, capture_output=True).returncode == 0 else None
+
+
+class ReadSpeed:
+    """The read bandwidth again and again, by threads that stay: new ones share a core at first.
+
+    :raises FileNotFoundError: without a compiler.
+    """
+
+    def __init__(self, threads: int, folder: Path) -> None:
+        program = _compile(folder)
+        if program is None:
+            raise FileNotFoundError("a C compiler is needed")
+        words = [str(program), str(_MIB), str(threads), "0"]
+        self._program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def gbps(self, repetitions: int = 3) -> float:
+        """GB/s, the best of some."""
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        found = []
+        for _ in range(repetitions):
+            self._program.stdin.write("again\n")
+            self._program.stdin.flush()
+            found.append(float(self._program.stdout.readline()))
+        return max(found)
+
+    def close(self) -> None:
+        """End it."""
+        self._program.communicate()
 
 
 def numpy_bandwidth(threads: int, repetitions: int = 9, mib: int = _MIB) -> float:

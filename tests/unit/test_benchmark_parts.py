@@ -108,7 +108,7 @@ def test_the_documentation_has_the_sections_that_the_benchmarks_fill() -> None:
     from bench_parts.table import fill_section
 
     document = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    for name in ("compare", "scaling", "start", "http_overhead"):
+    for name in ("compare", "decode_limit", "scaling", "start", "http_overhead"):
         assert "@@" in fill_section(document, name, "@@")
 
 
