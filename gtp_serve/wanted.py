@@ -121,7 +121,10 @@ def _read_grammar(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     (kind,) = named
     value = given[kind]
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{kind} cannot be written as JSON: {error}", [("needed", "a text or JSON")]) from error
     return {"grammar": _convert({"kind": kind, "text": text}, Grammar)}
 
 

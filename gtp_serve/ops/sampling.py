@@ -198,7 +198,8 @@ def draw_rows(logits_SV: Tensor, which: Sequence[int], rows: SamplingRows) -> Te
     unsettled = [row for row in which if row not in narrow]
     for width in (*_WIDTHS, logits_SV.shape[1]):
         unsettled = _settle(token_ids_S, unsettled, logits_SV, params, width)
-    return token_ids_S[torch.tensor(which, device=logits_SV.device)]
+    everyone = list(which) == list(range(len(logits_SV)))
+    return token_ids_S if everyone else token_ids_S[torch.tensor(which, device=logits_SV.device)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

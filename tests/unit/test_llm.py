@@ -195,6 +195,13 @@ def test_output_follows_a_regex(llm: LLM) -> None:
     assert made.text[3:] == "x"
 
 
+def _endless() -> list[object]:
+    """A list within itself."""
+    inside: list[object] = []
+    inside.append(inside)
+    return inside
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "kind", "words"),
     [
@@ -213,6 +220,9 @@ def test_output_follows_a_regex(llm: LLM) -> None:
         ("a", {"return_routed_experts": True}, UsageError, "no experts"),
         ("a", {"regex": "a", "choice": ["b"]}, UsageError, "exclude each other"),
         ("a", {"json_schema": {"type": "nope"}}, RequestRejected, "Invalid type: nope"),
+        ("a", {"json_schema": object()}, UsageError, "json_schema cannot be written as JSON"),
+        ("a", {"json_schema": {(1, 2): 3}}, UsageError, "json_schema cannot be written as JSON"),
+        ("a", {"choice": _endless()}, UsageError, "choice cannot be written as JSON"),
         ("a", {"max_new_tokens": 500}, PromptTooLong, "context of 64"),
         ([1, 999], {}, RequestRejected, "no token id"),
         ([1, "a"], {}, UsageError, "not int"),
