@@ -213,7 +213,7 @@ class Ranges {
     return std::min(counts_[range] + found + 1, counts_[range + 1]);
   }
 
-  int64_t at_least(float weight) {
+  int64_t at_least(double weight) {
     int64_t found = 0;
     float part[kLanes];
     for (int64_t first = 0; first < vocab_; first += kLanes) {
@@ -280,7 +280,7 @@ inline int64_t draw_from_all(const float* logits, int64_t vocab, const Drawing& 
     const double limit = by.top_p * (by.top_k == vocab ? ranges.mass() : ranges.mass_of_first(by.top_k));
     kept = std::min(kept, ranges.until([&](double sum) { return sum >= limit; }));
   }
-  if (by.min_p > 0) kept = std::min(kept, ranges.at_least(static_cast<float>(by.min_p)));
+  if (by.min_p > 0) kept = std::min(kept, ranges.at_least(by.min_p));
   kept = std::max<int64_t>(kept, 1);
   const double target = by.uniform * (kept < vocab ? ranges.mass_of_first(kept) : ranges.mass());
   return ranges.id_at(std::min(ranges.until([&](double sum) { return sum > target; }), kept) - 1);
