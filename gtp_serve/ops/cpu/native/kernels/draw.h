@@ -207,9 +207,10 @@ class Ranges {
   // How many ids there are up to the first one at which f(sum so far) holds, and that one; all where it never does.
   template <class F>
   int64_t until(F f) {
-    const auto range = std::partition_point(masses_ + 1, masses_ + kRanges, [&](double mass) { return !f(mass); }) - masses_ - 1;
+    const auto before = [&](double mass) { return !f(mass); };
+    const auto range = std::partition_point(masses_ + 1, masses_ + kRanges, before) - masses_ - 1;
     sort(range);
-    const int64_t found = how_many(sums(), size_, [&](double sum) { return !f(sum); });
+    const int64_t found = how_many(sums(), size_, before);
     return std::min(counts_[range] + found + 1, counts_[range + 1]);
   }
 
