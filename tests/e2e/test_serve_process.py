@@ -225,18 +225,20 @@ def test_f6_a_checkpoint_is_compared_with_a_list_of_its_files_or_it_is_said_that
 
 
 def test_l2_sigterm_lets_running_requests_finish_and_refuses_new_ones(commands: list[Command]) -> None:
-    command = serve(commands, "--drain-timeout", "30")
+    command = serve(commands, "--drain-timeout", "30", "--max-running", "1")
     url = command.url()
     with (
         httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False) as http,
-        ThreadPoolExecutor(24) as pool,
+        ThreadPoolExecutor(2) as pool,
     ):
         params = {"max_new_tokens": 50, "ignore_eos": True}
-        running = [pool.submit(post, http, text="a", sampling_params=params) for _ in range(24)]
-        until(lambda: gauge(http, "requests_running") > 0)
+        running = [pool.submit(post, http, text=["a"] * 32, sampling_params=params) for _ in range(2)]
+        # Both have arrived, and have work for 3,200 steps.
+        until(lambda: gauge(http, "requests_running") + gauge(http, "requests_waiting") > 32)
         command.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(http))
-        assert [len(reply.result()["output_ids"]) for reply in running] == [50] * 24
+        lengths = [len(one["output_ids"]) for reply in running for one in reply.result()]
+        assert lengths == [50] * 64
     code, seconds = command.end()
     assert (code, seconds < 5) == (0, True)
 
