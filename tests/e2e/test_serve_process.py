@@ -277,7 +277,7 @@ def test_a_second_signal_ends_at_once_and_tells_the_clients(commands: list[Comma
 
 
 def test_a_worker_that_is_killed_ends_the_server_within_two_seconds(commands: list[Command]) -> None:
-    command = serve(commands)
+    command = serve(commands, "--max-running", "1")  # so that the requests last
     url = command.url()
     worker = child_of(command.process.pid)
     with (
