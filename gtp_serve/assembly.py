@@ -270,7 +270,7 @@ class RankWork:
         check_addresses(self._model)()
 
 
-def choose_chooser(config: EngineConfig, decoder: Decoder) -> Chooser:
+def chooser_of(config: EngineConfig, decoder: Decoder) -> Chooser:
     """How this decoder's device chooses tokens; by torch alone where every step must do it by the same operations and
     its own greedy choice is not one of them.
     """

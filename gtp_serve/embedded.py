@@ -12,7 +12,7 @@ from gtp_serve.assembly import (
     build_pool,
     check_addresses,
     check_device,
-    choose_chooser,
+    chooser_of,
     empty_decoder,
     fill_decoder,
     keep_weights,
@@ -147,7 +147,7 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, grammars: GrammarCompil
     store.derive(staged=False)
     pool = build_pool(config, decoder)
     model, between_steps = with_graphs(config, decoder, pool)
-    chooser = choose_chooser(config, decoder)
+    chooser = chooser_of(config, decoder)
     runner = ModelRunner(model, pool, config, grammars=grammars, chooser=chooser)
     engine, news = Engine(config, runner, check=between_steps), News()
     weights = rank_weights(config, decoder, store, pool, news.put)

@@ -19,7 +19,7 @@ from gtp_serve.assembly import (
     build_pool,
     check_addresses,
     check_device,
-    choose_chooser,
+    chooser_of,
     empty_decoder,
     fill_decoder,
     first_token,
@@ -161,7 +161,7 @@ def _build_engine(
     grammars: GrammarCompiler | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """The engine, and what makes sure that captured steps still read the memory where the weights are."""
-    chooser = choose_chooser(config, decoder)
+    chooser = chooser_of(config, decoder)
     if leader is None:
         model, between_steps = with_graphs(config, decoder, pool)
         runner = ModelRunner(model, pool, config, grammars=grammars, chooser=chooser)

@@ -32,7 +32,7 @@ class Details:
         if not wanting:
             return None
         device = sampled.raw_SV.device
-        logprobs_RV = sampled.logprobs_of(torch.tensor(wanting, device=device))
+        logprobs_RV = sampled.raw_logprobs(torch.tensor(wanting, device=device))
         processed = [row for row in wanting if options[row].processed]
         chosen_P = None
         if processed:

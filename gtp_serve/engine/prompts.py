@@ -73,8 +73,8 @@ class RecordedPrompts:
 
     def fits(self, batch: Batch, taps: Taps | None) -> bool:
         """It is recorded, has room for the batch, and gives all that is wanted."""
-        taps_within = taps is not None and taps.routes is not None
-        return self._recorded is not None and not taps_within and self._recorded.inputs.fits(batch)
+        taps_layers = taps is not None and taps.routes is not None
+        return self._recorded is not None and not taps_layers and self._recorded.inputs.fits(batch)
 
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Taps | None = None) -> Tensor:

@@ -27,13 +27,14 @@ class Greedy(NamedTuple):
 
     def logprobs_of(self, logits_SV: Tensor, ids_S: Tensor) -> Tensor:
         """Log-probabilities [S] of one id of each row, normalised as the most probable one's, whose bits are kept."""
-        return self.logprobs_of_all(logits_SV, ids_S[:, None])[:, 0]
+        return self._normalised(logits_SV, logits_SV.gather(1, ids_S[:, None]))[:, 0]
 
-    def logprobs_of_all(self, logits_SV: Tensor, ids_SN: Tensor | None = None) -> Tensor:
-        """The same [S, N] of some ids of each row, or [S, V] of all."""
-        largest_S1 = logits_SV.gather(1, self.token_ids_S[:, None])
-        some_SN = logits_SV if ids_SN is None else logits_SV.gather(1, ids_SN)
-        return (some_SN - largest_S1) + self.logprobs_S[:, None]
+    def all_logprobs(self, logits_SV: Tensor) -> Tensor:
+        """The same [S, V] of all ids."""
+        return self._normalised(logits_SV, logits_SV)
+
+    def _normalised(self, logits_SV: Tensor, some_SN: Tensor) -> Tensor:
+        return (some_SN - logits_SV.gather(1, self.token_ids_S[:, None])) + self.logprobs_S[:, None]
 
 
 def greedy(logits: Tensor, vocab_size: int) -> Greedy:

@@ -37,7 +37,7 @@ def all_logprobs(logits: Tensor, vocab_size: int, normalise: Normalise | None) -
     logits_RV = logits[:, :vocab_size]
     if normalise is None:
         return logits_RV.log_softmax(-1)
-    return normalise(logits, vocab_size).logprobs_of_all(logits_RV)
+    return normalise(logits, vocab_size).all_logprobs(logits_RV)
 
 
 class DetailRows:

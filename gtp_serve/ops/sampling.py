@@ -69,10 +69,10 @@ class Sampled:
     best: Greedy | None = None
     """By which log-probabilities are normalised; None: by ``log_softmax``."""
 
-    def logprobs_of(self, which: Tensor) -> Tensor:
+    def raw_logprobs(self, which: Tensor) -> Tensor:
         """Log-probabilities [R, V] of these rows in the raw distribution."""
         raw_RV = self.raw_SV[which]
-        return raw_RV.log_softmax(-1) if self.best is None else self.best.take(which).logprobs_of_all(raw_RV)
+        return raw_RV.log_softmax(-1) if self.best is None else self.best.take(which).all_logprobs(raw_RV)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -98,6 +98,7 @@ class Chooser:
 
 
 BY_TORCH = Chooser()
+"""No ways of its own."""
 
 
 def sample(
@@ -190,7 +191,11 @@ def _without_banned(logits_SV: Tensor, banned: Sequence[tuple[int, ...]]) -> Ten
 
 
 def draw_rows(logits_SV: Tensor, which: Sequence[int], rows: SamplingRows) -> Tensor:
-    """The ids that some rows draw, int64, in the order of ``which``."""
+    """The ids that some rows draw, int64, one for each number in ``which``.
+
+    :param logits_SV: float32, -inf for what must not be drawn.
+    :param rows: parameters of all S rows.
+    """
     token_ids_S = torch.zeros(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
     params = _Params.of(rows, logits_SV.device)
     narrow = {row for row in which if 1 <= rows.top_k[row] <= _NARROW}

@@ -176,7 +176,7 @@ def test_log_probabilities_are_normalised_as_the_most_probable_tokens(vocab: int
     assert int(greedy.sum()) > 5
     assert torch.equal(found.logprobs_S[greedy], best.logprobs_S[greedy])
     some = fine.nonzero()[:, 0][3:11]
-    rows_RV = found.logprobs_of(some)
+    rows_RV = found.raw_logprobs(some)
     torch.testing.assert_close(rows_RV, logits[some].log_softmax(-1), rtol=0, atol=2e-5)
     chosen = rows_RV.gather(1, found.token_ids_S[some][:, None])[:, 0]
     assert torch.equal(chosen, found.logprobs_S[some])
