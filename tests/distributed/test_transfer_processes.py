@@ -63,7 +63,11 @@ def test_a_peer_that_ends_or_stops_in_the_middle_is_named_soon_and_all_is_releas
 ) -> None:
     world = crew.world("wide", Grid(gtp=2), 2, bucket_bytes=64 << 10)
     world.begin(2, pause=0.05)
-    world.trainers[1].event("sending")
+    # Before all are connected it takes longer: see the next test.
+    for trainer in world.trainers:
+        trainer.event("sending")
+    for engine in world.engines:
+        engine.event("receiving")
     side, rank = victim.split()
     dying = (world.trainers if side == "trainer" else world.engines)[int(rank)]
     os.kill(dying.process.pid, death)
