@@ -43,14 +43,14 @@ void read(const uint8_t* memory, int64_t bytes) {
   sink += _mm256_extract_epi64(e, 0) + _mm256_extract_epi64(e, 3);
 }
 
-void calculate(int64_t rounds) {
+template <class F>
+void calculate(int64_t rounds, F step) {
   Vec chain[kChains];
 #pragma GCC unroll 32
   for (int i = 0; i < kChains; ++i) chain[i] = all(static_cast<float>(i));
-  const Vec a = all(0.999f), b = all(0.001f);
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 32
-    for (int i = 0; i < kChains; ++i) chain[i] = multiply_add(chain[i], a, b);
+    for (int i = 0; i < kChains; ++i) chain[i] = step(chain[i]);
   }
   float total = 0;
 #pragma GCC unroll 32
@@ -58,32 +58,47 @@ void calculate(int64_t rounds) {
   sink += static_cast<int64_t>(total);
 }
 
+void calculate(int64_t rounds, bool pairs) {
+#if defined(__AVX512BF16__)
+  const auto few = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x38003800));
+  if (pairs) return calculate(rounds, [few](Vec x) { return _mm512_dpbf16_ps(x, few, few); });
+#endif
+  const Vec a = all(0.999f), b = all(0.001f);
+  calculate(rounds, [a, b](Vec x) { return multiply_add(x, a, b); });
+}
+
 struct Share {
   const uint8_t* memory;
   int64_t count;
-  bool alone;
-  pthread_barrier_t* start;
+  bool pairs;
+  int threads;
+  std::atomic<int>* there;
   double began, ended;
 };
 
+// Of a thread before it is timed: new threads share a core until the system has parted them.
+constexpr double kPartingSeconds = 0.004;
+
 void* work(void* p) {
   auto& share = *static_cast<Share*>(p);
-  pthread_barrier_wait(share.start);
-  share.began = now(share.alone);
-  share.memory ? read(share.memory, share.count) : calculate(share.count);
-  share.ended = now(share.alone);
+  const bool alone = share.threads == 1;
+  for (const double until = now(false) + kPartingSeconds; !alone && now(false) < until;) continue;
+  ++*share.there;
+  while (*share.there < share.threads) continue;  // who slept would be woken beside another
+  share.began = now(alone);
+  share.memory ? read(share.memory, share.count) : calculate(share.count, share.pairs);
+  share.ended = now(alone);
   return nullptr;
 }
 
 // Seconds from the first thread's start to the last one's end.
-double together(int threads, const uint8_t* memory, int64_t count) {
+double together(int threads, const uint8_t* memory, int64_t count, bool pairs) {
   pthread_t running[64];
   Share shares[64];
-  pthread_barrier_t start;
-  pthread_barrier_init(&start, nullptr, threads);
+  std::atomic<int> there{0};
   for (int i = 0; i < threads; ++i) {
     const int64_t part = memory ? count / threads : count;
-    shares[i] = {memory ? memory + i * part : nullptr, part, threads == 1, &start, 0, 0};
+    shares[i] = {memory ? memory + i * part : nullptr, part, pairs, threads, &there, 0, 0};
     if (i) pthread_create(&running[i], nullptr, work, &shares[i]);
   }
   work(&shares[0]);
@@ -93,7 +108,6 @@ double together(int threads, const uint8_t* memory, int64_t count) {
     if (shares[i].began < began) began = shares[i].began;
     if (shares[i].ended > ended) ended = shares[i].ended;
   }
-  pthread_barrier_destroy(&start);
   return ended - began;
 }
 
@@ -101,10 +115,15 @@ double together(int threads, const uint8_t* memory, int64_t count) {
 
 extern "C" {
 // Bytes a second, read once through `bytes` of memory by up to 64 threads.
-double read_rate(const uint8_t* memory, int64_t bytes, int threads) { return bytes / together(threads, memory, bytes); }
-// Multiply-adds of float32 a second.
-double multiply_rate(int64_t rounds, int threads) {
-  const double lanes = sizeof(Vec) / sizeof(float);
-  return threads * rounds * kChains * lanes / together(threads, nullptr, rounds);
+double read_rate(const uint8_t* memory, int64_t bytes, int threads) {
+  return bytes / together(threads, memory, bytes, false);
+}
+// Multiply-adds a second, of float32 or, where the processor has them, of pairs of bfloat16.
+double multiply_rate(int64_t rounds, int threads, int pairs) {
+#if !defined(__AVX512BF16__)
+  pairs = 0;
+#endif
+  const double products = sizeof(Vec) / sizeof(float) * (pairs ? 2 : 1);
+  return threads * rounds * kChains * products / together(threads, nullptr, rounds, pairs);
 }
 }

@@ -80,14 +80,17 @@ class Limits:
         self._read, self._multiply = dll.read_rate, dll.multiply_rate
         self._read.restype = self._multiply.restype = ctypes.c_double
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-        self._multiply.argtypes = [ctypes.c_int64, ctypes.c_int]
+        self._multiply.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
 
     def read_seconds(self, address: int, size: int, threads: int) -> float:
         return size / float(self._read(address, size, threads))
 
-    def multiply_rate(self, threads: int) -> float:
-        """Multiply-adds of float32 a second, the best of several short runs."""
-        return max(float(self._multiply(5000, threads)) for _ in range(20))
+    def multiply_rate(self, threads: int, *, pairs: bool) -> float:
+        """Multiply-adds a second, the best of several short runs.
+
+        :param pairs: of bfloat16 in pairs, where the processor has that; otherwise of float32.
+        """
+        return max(float(self._multiply(5000, threads, pairs)) for _ in range(20))
 
 
 class Model:
@@ -150,7 +153,7 @@ def measure(model: Model, threads: Threads, limits: Limits, rounds: int, name: s
         for at in range(30):
             seconds = limits.read_seconds(model.address + at * slice_bytes, slice_bytes, threads.count)
             read[at] = min(read[at], seconds)
-        rate = max(rate, limits.multiply_rate(threads.count))
+        rate = max(rate, limits.multiply_rate(threads.count, pairs=name == "bf16"))
         for at, (ops, count) in enumerate(parts):
             before = clock()
             threads.run_array(ops, count, None)

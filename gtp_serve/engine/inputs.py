@@ -33,6 +33,8 @@ def build_batch(plan: StepPlan, device: str | torch.device) -> Batch:
         device=device,
     )
     token_ids_T, positions_T, slots_T = columns_3T.unbind()
+    logit_rows = [end - 1 for item, end in zip(items, starts[1:], strict=True) if item.sample]
+    scored = _score_rows(plan, starts)
     return Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
@@ -40,8 +42,10 @@ def build_batch(plan: StepPlan, device: str | torch.device) -> Batch:
         query_starts=starts,
         context_lens=tuple(item.context_len for item in items),
         block_tables_SB=torch.tensor(tables, dtype=torch.int64, device=device),
-        logit_rows_S=column([end - 1 for item, end in zip(items, starts[1:], strict=True) if item.sample]),
-        score_rows_R=column(scored) if (scored := _score_rows(plan, starts)) else None,
+        all_logits=not scored and len(logit_rows) == starts[-1],
+        all_routes=any(item.routes for item in items),
+        logit_rows_S=column(logit_rows),
+        score_rows_R=column(scored) if scored else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 What an eager step costs beside its arithmetic (the interpreter between operations, fresh memory for what each of them
 gives, threads that are woken for each) is a third of a short prompt's time.
-Legend: T tokens, D hidden, V vocabulary rows.
+Legend: T tokens, S rows whose logits are wanted, W these and rows that are scored, D hidden, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from gtp_serve.engine.static_inputs import PromptInputs
 from gtp_serve.kv.pool import KVPool
 from gtp_serve.ops.batch import Batch, FixedAttention, Taps
-from gtp_serve.ops.table import RecordedStep, Recorder
+from gtp_serve.ops.table import WANTED, RecordedStep, Recorder
 
 
 class HiddenModel(Protocol):
@@ -28,11 +28,11 @@ class HiddenModel(Protocol):
         ...
 
     def hidden(self, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Write the batch's K and V; return what the head reads of each token, [T, D]."""
+        """Write the batch's K and V; return what the head reads of the rows that are wanted, [W, D]."""
         ...
 
-    def logits(self, hidden_TD: Tensor, batch: Batch, taps: Taps | None = None) -> Tensor:
-        """[rows wanted, V] of what ``hidden`` gave."""
+    def logits(self, hidden_WD: Tensor, batch: Batch, taps: Taps | None = None) -> Tensor:
+        """[S, V] of what ``hidden`` gave."""
         ...
 
 
@@ -40,7 +40,7 @@ class HiddenModel(Protocol):
 class _Recorded:
     inputs: PromptInputs
     program: RecordedStep
-    hidden_TD: Tensor
+    hidden_WD: Tensor
 
 
 class RecordedPrompts:
@@ -68,8 +68,9 @@ class RecordedPrompts:
         batch = replace(inputs.batch, attention=self._model.fix_attention(inputs.batch, block_size))
         keys, values = self._pool.keys, self._pool.values
         rows = {column.data_ptr(): 0 for column in (batch.token_ids_T, batch.positions_T, batch.slots_T)}
-        program, hidden_TD = self._recorder.record(lambda: self._model.hidden(batch, keys, values), rows)
-        self._recorded = _Recorded(inputs, program, hidden_TD)
+        rows[batch.logit_rows_S.data_ptr()] = WANTED
+        program, hidden_WD = self._recorder.record(lambda: self._model.hidden(batch, keys, values), rows)
+        self._recorded = _Recorded(inputs, program, hidden_WD)
 
     def fits(self, batch: Batch, taps: Taps | None) -> bool:
         """It is recorded, has room for the batch, and gives all that is wanted."""
@@ -78,13 +79,13 @@ class RecordedPrompts:
 
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Taps | None = None) -> Tensor:
-        """Logits [rows wanted, V] float32 of a batch that fits.
+        """Logits [S, V] float32 of a batch that fits.
 
         :raises ValueError: it does not.
         """
         recorded = self._recorded
         if recorded is None or not self.fits(batch, taps):
             raise ValueError(f"a batch of {len(batch.token_ids_T)} tokens fits no recorded step")
-        recorded.inputs.load(batch)
-        recorded.program.run(len(batch.token_ids_T))
-        return self._model.logits(recorded.hidden_TD, batch, taps)
+        wanted = recorded.inputs.load(batch)
+        recorded.program.run(len(batch.token_ids_T), wanted)
+        return self._model.logits(recorded.hidden_WD, batch, taps)

@@ -1,6 +1,7 @@
 """Buffers that recorded steps read, whose addresses never change.
 
-Legend: T tokens, S sequences, which are the rows of a bucket, B blocks per table, P positions in a block.
+Legend: T tokens, S sequences, which are the rows of a bucket, W rows that are wanted, B blocks per table,
+P positions in a block.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class StaticInputs:
             context_lens=(max_blocks * block_size,) * size,
             block_tables_SB=self._tables_SB,
             logit_rows_S=torch.arange(size, device=device),
+            all_logits=True,
         )
         if device.type == "cpu":
             self._arrays = self._columns_3S.numpy(), self._tables_SB.numpy()
@@ -120,6 +122,7 @@ class PromptInputs:
         self._starts = torch.full((sequences + 1,), tokens)
         self._tables_SB = torch.zeros((sequences, max_blocks), dtype=torch.int64)
         token_ids_T, positions_T, slots_T = self._columns_3T.unbind()
+        self._wanted_W = torch.zeros(tokens + sequences, dtype=torch.int64)
         self.batch = Batch(
             token_ids_T=token_ids_T,
             positions_T=positions_T,
@@ -129,17 +132,26 @@ class PromptInputs:
             # Bounds: what is recorded goes by positions.
             context_lens=(max_blocks * block_size,) * sequences,
             block_tables_SB=self._tables_SB,
-            logit_rows_S=torch.zeros(0, dtype=torch.int64),
+            logit_rows_S=self._wanted_W,
         )
 
     def fits(self, batch: Batch) -> bool:
         """Whether there is room for all of it."""
         count, width = batch.block_tables_SB.shape
         sequences, max_blocks = self._tables_SB.shape
-        return len(batch.token_ids_T) <= self._columns_3T.shape[1] and count <= sequences and width <= max_blocks
+        scored = 0 if batch.score_rows_R is None else len(batch.score_rows_R)
+        return (
+            len(batch.token_ids_T) <= self._columns_3T.shape[1]
+            and scored + len(batch.logit_rows_S) <= len(self._wanted_W)
+            and count <= sequences
+            and width <= max_blocks
+        )
 
-    def load(self, batch: Batch) -> None:
-        """Put a batch that fits into the first rows; sequences that are not there have no tokens."""
+    def load(self, batch: Batch) -> int:
+        """Put a batch that fits into the first rows; sequences that are not there have no tokens.
+
+        :return: how many rows are wanted.
+        """
         tokens = len(batch.token_ids_T)
         count, width = batch.block_tables_SB.shape
         for row, values in enumerate((batch.token_ids_T, batch.positions_T, batch.slots_T)):
@@ -147,3 +159,7 @@ class PromptInputs:
         self._starts[: count + 1] = torch.tensor(batch.query_starts)
         self._starts[count + 1 :] = tokens
         self._tables_SB[:count, :width] = batch.block_tables_SB
+        rows = batch.wanted_rows()
+        wanted = len(batch.logit_rows_S if rows is None else rows)
+        self._wanted_W[:wanted] = torch.arange(wanted) if rows is None else rows
+        return wanted

@@ -1,7 +1,7 @@
 """Self-attention over the paged cache.
 
 Legend: T tokens, D hidden, H query and K KV heads of this rank, E head size, R = E / 2,
-N cache blocks of P positions.
+N cache blocks of P positions, W rows that are wanted.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ class Attention:
             for name in ("q_norm", "k_norm")
         )
 
-    def __call__(self, x_TD: Tensor, step: Step, keys_NPKE: Tensor, values_NPKE: Tensor) -> Tensor:
-        """[T, D]; writes this step's keys and values into the cache first."""
+    def __call__(
+        self, x_TD: Tensor, step: Step, keys_NPKE: Tensor, values_NPKE: Tensor, wanted_W: Tensor | None = None
+    ) -> Tensor:
+        """[T, D]; writes this step's keys and values into the cache first.
+
+        :param wanted_W: give these rows alone, [W, D].
+        """
         q_THE, k_TKE, v_TKE = self._heads(x_TD)
         q_THE = self.ops.rotate_and_cache(
             q_THE, k_TKE, v_TKE, step.cos_TR, step.sin_TR, keys_NPKE, values_NPKE, step.slots_T
         )
         mixed_THE = step.attention.attend(q_THE, keys_NPKE, values_NPKE, self.head_dim**-0.5)
-        return self.out(mixed_THE.flatten(1))
+        mixed = mixed_THE.flatten(1)
+        return self.out(mixed if wanted_W is None else self.ops.embedding(wanted_W, mixed))
 
     def _heads(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         split = self.qkv(x_TD).view(x_TD.shape[0], -1, self.head_dim)

@@ -1,7 +1,7 @@
 """The decoder-only transformer of all served families; what differs between them is in ``ModelConfig``.
 
-Legend: T tokens, S rows whose logits are wanted, D hidden, V vocabulary rows, N cache blocks of P positions,
-K KV heads, E head size.
+Legend: T tokens, S rows whose logits are wanted, W these and rows that are scored, D hidden, V vocabulary rows,
+N cache blocks of P positions, K KV heads, E head size.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class DecoderLayer:
         size, eps = config.hidden_size, config.norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", size, eps, placement)
         self.attention = Attention(f"{prefix}.self_attn", config, placement)
+        self._take = placement.ops.embedding
         self.ffn_norm = RMSNorm(f"{prefix}.post_attention_layernorm", size, eps, placement)
         self.ffn = _feed_forward(f"{prefix}.mlp", config, placement)
 
@@ -49,10 +50,16 @@ class DecoderLayer:
         keys_NPKE: Tensor,
         values_NPKE: Tensor,
         routes: list[Tensor] | None = None,
+        wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is still to be added to it."""
+        """The residual stream and what is still to be added to it.
+
+        :param wanted_W: both of these rows alone; the others are in the cache then and nowhere else.
+        """
         normed_TD, x_TD = self.input_norm.after_adding(x_TD, delta_TD)
-        mixed_TD = self.attention(normed_TD, step, keys_NPKE, values_NPKE)
+        mixed_TD = self.attention(normed_TD, step, keys_NPKE, values_NPKE, wanted_W)
+        if wanted_W is not None:
+            x_TD = self._take(wanted_W, x_TD)
         normed_TD, x_TD = self.ffn_norm.after_adding(x_TD, mixed_TD)
         if isinstance(self.ffn, MoeBlock):
             return x_TD, self.ffn(normed_TD, routes)
@@ -112,22 +119,30 @@ class Decoder:
         values: Sequence[Tensor],
         routes: list[Tensor] | None = None,
     ) -> Tensor:
-        """What the head reads of each token, [T, D]: ``forward`` as far as the last norm."""
-        step = self._step(batch, block_size=keys[0].shape[1])
-        x_TD, delta_TD = self.embedding.embed(batch.token_ids_T), None
-        for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
-            x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values, routes)
-        return self.norm.after_adding(x_TD, delta_TD)[0]
+        """What the head reads of ``batch.wanted_rows()``, [W, D]: ``forward`` as far as the last norm.
 
-    def logits(self, hidden_TD: Tensor, batch: Batch, taps: Taps | None = None) -> Tensor:
+        :raises ValueError: routes are to be found, and the batch does not say so.
+        """
+        if routes is not None and not batch.all_routes:
+            raise ValueError("the experts of all rows are wanted of a batch without all_routes")
+        step = self._step(batch, block_size=keys[0].shape[1])
+        wanted_W = batch.wanted_rows()
+        # After the last layer's attention nobody reads the other rows any more.
+        passing = [None] * (len(self.layers) - 1) + [None if batch.all_routes else wanted_W]
+        x_TD, delta_TD = self.embedding.embed(batch.token_ids_T), None
+        for layer, layer_keys, layer_values, rows in zip(self.layers, keys, values, passing, strict=True):
+            x_TD, delta_TD = layer(x_TD, delta_TD, step, layer_keys, layer_values, routes, rows)
+        hidden = self.norm.after_adding(x_TD, delta_TD)[0]
+        return self.placement.ops.embedding(wanted_W, hidden) if batch.all_routes and wanted_W is not None else hidden
+
+    def logits(self, hidden_WD: Tensor, batch: Batch, taps: Taps | None = None) -> Tensor:
         """The rest of ``forward``."""
-        take = self.placement.ops.embedding
-        if batch.score_rows_R is not None:
-            for rows in torch.split(batch.score_rows_R, SCORE_PIECE_ROWS):
-                logits = self.head.logits(take(rows, hidden_TD))
-                if taps is not None and taps.scored is not None:
-                    taps.scored(logits)
-        return self.head.logits(take(batch.logit_rows_S, hidden_TD))
+        scored = 0 if batch.score_rows_R is None else len(batch.score_rows_R)
+        for piece in range(0, scored, SCORE_PIECE_ROWS):
+            logits = self.head.logits(hidden_WD[piece : min(piece + SCORE_PIECE_ROWS, scored)])
+            if taps is not None and taps.scored is not None:
+                taps.scored(logits)
+        return self.head.logits(hidden_WD[scored : scored + len(batch.logit_rows_S)])
 
     def _step(self, batch: Batch, block_size: int) -> Step:
         cos_TR, sin_TR = self.rotary(batch.positions_T, max(batch.context_lens))

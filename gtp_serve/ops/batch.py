@@ -59,6 +59,10 @@ class Batch:
     """int64: rows of T whose logits are wanted."""
     score_rows_R: Tensor | None = None
     """int64: further rows of T whose logits are wanted, a piece at a time (see ``Taps``)."""
+    all_logits: bool = False
+    """``logit_rows_S`` are all rows in their order, and there are no others: none need be picked."""
+    all_routes: bool = False
+    """What is tapped are the experts of every row, so that all rows pass through the last layer; on all ranks alike."""
     attention: AttentionPlan | None = None
     """Made beforehand, for a recorded step; None: the step makes its own."""
 
@@ -66,6 +70,14 @@ class Batch:
     def decode_only(self) -> bool:
         """Each sequence brings exactly one token."""
         return self.query_starts[-1] == len(self.query_starts) - 1
+
+    def wanted_rows(self) -> Tensor | None:
+        """int64 [W]: ``score_rows_R``, then ``logit_rows_S``; None where they are all rows in their order."""
+        if self.all_logits:
+            return None
+        if self.score_rows_R is None:
+            return self.logit_rows_S
+        return torch.cat((self.score_rows_R, self.logit_rows_S))
 
     def sequence_of_rows(self) -> list[int]:
         """The sequence that each of the T rows belongs to."""
@@ -90,4 +102,4 @@ class Taps:
     scored: Callable[[Tensor], None] | None = None
     """Is given the logits of ``score_rows_R``, [at most SCORE_PIECE_ROWS, V] float32, piece after piece in order."""
     routes: list[Tensor] | None = field(default=None)
-    """Each MoE layer appends the experts that it chose, int64 [T, C]."""
+    """Each MoE layer appends the experts that it chose, int64 [T, C]; the batch has ``all_routes`` then."""

@@ -25,9 +25,13 @@ class RecordedStep(Protocol):
     def run(self, *rows: int) -> None:
         """Carry them out.
 
-        :param rows: of the inputs, and those whose best token is wanted; at most as many as were recorded.
+        :param rows: of the inputs, and those that are wanted (see WANTED); at most as many as were recorded.
         """
         ...
+
+
+WANTED = 1
+"""Which of the numbers given to ``RecordedStep.run`` is that of the rows that are wanted; the first is that of all."""
 
 
 class Recorder(Protocol):

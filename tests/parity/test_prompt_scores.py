@@ -90,6 +90,7 @@ def whole_pass(decoder: Decoder, tokens: Sequence[int]) -> tuple[torch.Tensor, n
         context_lens=(count,),
         block_tables_SB=torch.arange(-(-count // 4))[None],
         logit_rows_S=places,
+        all_routes=True,
     )
     pool, routes = pool_for(decoder, -(-count // 4)), list[torch.Tensor]()
     logits = decoder.forward(batch, pool.keys, pool.values, Taps(routes=routes))

@@ -124,6 +124,40 @@ def test_what_does_not_fit_runs_eagerly(parts: Sequence[tuple[int, int, int]], w
         graphs._prompts.run(batch)  # type: ignore[union-attr]
 
 
+def test_single_tokens_that_all_want_logits_are_such_a_batch_too() -> None:
+    ops = native_ops(THREADS)
+    (eager, cached), (decoder, pool) = make(DENSE, torch.float32, ops), make(DENSE, torch.float32, ops)
+    assert ops.recorder is not None
+    prompts = RecordedPrompts(decoder, pool, ops.recorder, tokens=TOKENS, sequences=SEQUENCES, max_blocks=TABLE)
+    prompts.record()
+    prompts.run(batch_of([(0, 0, 9)], TABLE))  # whose rows are other ones
+    batch = replace(batch_of([(2, 0, 1), (1, 0, 1), (3, 0, 1)], TABLE), all_logits=True)
+    assert torch.equal(prompts.run(batch), run(eager, cached, batch))
+
+
+def test_a_prompt_of_which_nothing_is_wanted_fills_the_cache() -> None:
+    ops = native_ops(THREADS)
+    (eager, cached), made = make(DENSE, torch.bfloat16, ops), make(DENSE, torch.bfloat16, ops)
+    graphs, (_, pool) = recorded(made), made
+    batch = replace(batch_of([(0, 0, 9), (1, 0, 4)], TABLE), logit_rows_S=torch.zeros(0, dtype=torch.int64))
+    for model, where in ((graphs, pool), (eager, cached)):
+        assert run(model, where, batch).shape[0] == 0
+    assert same_cache(pool, cached)
+    batch = batch_of([(0, 9, 3), (1, 4, 1)], TABLE)
+    assert torch.equal(run(graphs, pool, batch), run(eager, cached, batch))
+
+
+def test_more_rows_than_there_is_room_for_run_eagerly() -> None:
+    ops = native_ops(THREADS)
+    (eager, cached), made = make(DENSE, torch.float32, ops), make(DENSE, torch.float32, ops)
+    graphs, (_, pool) = recorded(made), made
+    for repeats, ran_eagerly in ((TOKENS + SEQUENCES - 1, 0), (TOKENS + SEQUENCES, 1)):
+        batch = replace(batch_of([(0, 0, 5)], TABLE), score_rows_R=torch.full((repeats,), 2))
+        for piece, other in zip(scored(graphs, pool, batch), scored(eager, cached, batch), strict=True):
+            assert torch.equal(piece, other)
+        assert graphs.ran_eagerly == ran_eagerly
+
+
 def test_the_largest_batch_fits() -> None:
     ops = native_ops(THREADS)
     (eager, cached), made = make(DENSE, torch.float32, ops), make(DENSE, torch.float32, ops)
@@ -138,9 +172,13 @@ def test_experts_that_are_to_be_told_are_found_eagerly() -> None:
     made = make(MODELS["mixture"], torch.float32, ops)
     graphs, (_, pool) = recorded(made), made
     routes: list[Tensor] = []
-    run(graphs, pool, batch_of([(0, 0, 7)], TABLE), Taps(routes=routes))
+    batch = batch_of([(0, 0, 7)], TABLE)
+    told = run(graphs, pool, replace(batch, all_routes=True), Taps(routes=routes))
     assert [chosen.shape for chosen in routes] == [(7, 2)] * 3
-    assert graphs.ran_eagerly == 1
+    assert torch.equal(told, run(graphs, pool, batch))
+    assert (graphs.ran_eagerly, graphs.replayed) == (1, 1)
+    with pytest.raises(ValueError, match="without all_routes"):
+        run(graphs, pool, batch, Taps(routes=routes))
 
 
 def test_weights_that_change_in_place_are_read_by_the_next_step() -> None:

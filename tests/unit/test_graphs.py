@@ -207,7 +207,7 @@ def test_forward_replays_unless_the_choice_of_experts_is_wanted() -> None:
     decoder, pool = make_decoder(), filled_pool()
     graphs = make_graphs(decoder, pool)
     graphs.forward(decode_batch(2), pool.keys, pool.values, Taps())
-    graphs.forward(decode_batch(2), pool.keys, pool.values, Taps(routes=[]))
+    graphs.forward(replace(decode_batch(2), all_routes=True), pool.keys, pool.values, Taps(routes=[]))
     assert (graphs.replayed, graphs.ran_eagerly) == (1, 1)
 
 

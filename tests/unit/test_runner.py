@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from fakes import TINY_MODEL, engine_config
@@ -74,6 +75,16 @@ def test_a_plan_becomes_one_flat_batch() -> None:
     assert batch.block_tables_SB.tolist() == [[7, 2], [1, 9], [4, 0]]
     assert batch.logit_rows_S.tolist() == [0, 5]
     assert {t.dtype for t in (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.logit_rows_S)} == {torch.int64}
+    assert not batch.all_logits
+
+
+def test_single_tokens_that_are_all_sampled_need_no_picking() -> None:
+    one, other = (item(at, [11], [7, 2], GREEDY) for at in (5, 4))
+    plan = StepPlan(step=1, block_size=4, items=(one, other))
+    assert build_batch(plan, "cpu").all_logits
+    assert not build_batch(replace(plan, items=(one, item(4, [11], [7, 2], None))), "cpu").all_logits
+    routed = build_batch(replace(plan, items=(one, replace(other, routes=True))), "cpu")
+    assert (routed.all_logits, routed.all_routes) == (True, True)
 
 
 def test_sampling_rows_are_those_of_the_samplers_in_order() -> None:

@@ -16,10 +16,10 @@ from gtp_serve.ops.batch import AttentionPlan, Batch
 from gtp_serve.ops.cpu import structs
 from gtp_serve.ops.cpu.draw import draw
 from gtp_serve.ops.cpu.library import Threads
-from gtp_serve.ops.cpu.recording import CHOICES, OfThread, OnlyRecorded, Program, Recording
+from gtp_serve.ops.cpu.recording import OfThread, OnlyRecorded, Program, Recording
 from gtp_serve.ops.cpu.summaries import Summaries
 from gtp_serve.ops.greedy import Greedy
-from gtp_serve.ops.table import REFERENCE, Ops
+from gtp_serve.ops.table import REFERENCE, WANTED, Ops
 
 COMPUTED = (torch.float32, torch.bfloat16)
 """Types that a model can be served in."""
@@ -292,11 +292,11 @@ class Native:
         return out
 
     def greedy(self, logits: Tensor, vocab_size: int) -> Greedy:
-        """See ``ops.greedy``; recorded, it is done for so many rows as CHOICES says."""
+        """See ``ops.greedy``; recorded, it is done for so many rows as WANTED says."""
         count, vocab_size = logits.shape[0], min(vocab_size, logits.shape[1])
         recording = self._own.recording
         token_ids, logprobs, finite = (
-            torch.empty(count, dtype=dtype) if recording is None else recording.allocate((count,), dtype, CHOICES)
+            torch.empty(count, dtype=dtype) if recording is None else recording.allocate((count,), dtype, WANTED)
             for dtype in (torch.int64, torch.float32, torch.bool)
         )
         op = structs.Greedy(
@@ -309,7 +309,7 @@ class Native:
         if recording is None:
             self.threads.run([op])
         else:
-            op.counter = CHOICES
+            op.counter = WANTED
             recording.append(op, (logits,))
             for result in (token_ids, logprobs, finite):
                 recording.keep(result)

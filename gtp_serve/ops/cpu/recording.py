@@ -23,9 +23,7 @@ from gtp_serve.ops.cpu.library import Threads, addresses_of
 from gtp_serve.ops.cpu.structs import Op
 
 COUNTERS = 2
-"""Numbers of rows that a program may be run with: those of its inputs, and those whose best token is wanted."""
-CHOICES = 1
-"""The latter."""
+"""Numbers of rows that a program may be run with; the second is WANTED."""
 _ALIGNMENT = 64
 
 

@@ -115,8 +115,10 @@ inline void interleave(const bf16* a, const bf16* b, Vec& low, Vec& high) {
   low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(first, second));
   high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(first, second));
 }
-// a * 2^n, n whole; too small is 0
-inline Vec scaled(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// a * 2^n, n the whole number at or below x; 0 for -infinity
+inline Vec scaled_by_whole(Vec a, Vec x) { return _mm512_scalef_ps(a, x); }
+// x - n; 0 for infinities
+inline Vec above_whole(Vec x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 constexpr int interleaved_place(int part, int lane) { return lane / 4 * 8 + part * 4 + lane % 4; }
 inline Vec all_bits(uint32_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(bits))); }
 inline Vec and_bits(Vec a, Vec b) { return _mm512_and_ps(a, b); }

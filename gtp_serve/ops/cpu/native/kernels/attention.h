@@ -10,10 +10,10 @@
 namespace gtp {
 namespace GTP_ISA {
 
-constexpr int64_t kSplit = 256;     // positions that one thread sums up alone
-constexpr int64_t kQueryTile = 96;   // rows, times the heads that share a KV head, that share a pass over the keys
+constexpr int64_t kSplit = 512;  // positions that one thread sums up alone
+constexpr int64_t kQueryTile = 192;  // rows, times the heads that share a KV head, that share a pass over the keys
 constexpr int64_t kManySequences = 4;  // for each thread: so many are taken whole
-constexpr int64_t kFewPieces = 64;  // so few pieces are cut at splits, for threads to share
+constexpr int64_t kFewPieces = 32;  // so few pieces are cut at splits, for threads to share
 constexpr size_t kSplitMemory = size_t{32} << 20;
 
 inline int64_t group_of(const AttentionOp& o) { return std::max<int64_t>(1, o.heads / o.kv_heads); }
@@ -34,16 +34,17 @@ struct TileMemory {
     const int64_t rows = rows_of_tile(o) * group_of(o);
     return static_cast<size_t>(rows * (query_floats(o.size) + kKeyBlock + 2 * kept_floats(o)) +
                                (query_floats(o.size) + kept_floats(o)) * kKeyBlock) * sizeof(float) +
-           rows * 2 * (sizeof(Sums) + sizeof(Seen)) + 64;
+           rows * 2 * (sizeof(Sums) + sizeof(Seen)) + 2 * 64;
   }
 
   TileMemory(const AttentionOp& o, uint8_t* memory) : q_row(query_floats(o.size)), mixed_row(kept_floats(o)) {
     const int64_t rows = rows_of_tile(o) * group_of(o);
-    seen = reinterpret_cast<Seen*>(memory);
-    limits = seen + rows;
-    sums = reinterpret_cast<Sums*>(limits + rows);
+    const auto aligned = [](auto* at) { return (reinterpret_cast<uintptr_t>(at) + 63) / 64 * 64; };
+    sums = reinterpret_cast<Sums*>(aligned(memory));
     all_sums = sums + rows;
-    keys = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(all_sums + rows) + 63) / 64 * 64);
+    seen = reinterpret_cast<Seen*>(all_sums + rows);
+    limits = seen + rows;
+    keys = reinterpret_cast<float*>(aligned(limits + rows));
     values = keys + q_row * kKeyBlock;
     scores = values + mixed_row * kKeyBlock;
     mixed = scores + rows * kKeyBlock;
@@ -124,7 +125,7 @@ struct Tile {
   bool sum_split(int64_t split, const Block* following) const {
     const int64_t first = std::max(earliest, split * kSplit), stop = std::min(latest + 1, (split + 1) * kSplit);
     if (first >= stop) return false;
-    std::fill(memory.sums, memory.sums + queries, Sums{-std::numeric_limits<float>::infinity(), 0.0f});
+    std::fill(memory.sums, memory.sums + queries, no_sums());
     std::fill(memory.mixed, memory.mixed + queries * memory.mixed_row, 0.0f);
     Block one, two, *now = &one, *next = &two;
     const auto find_at = [&](int64_t start, Block& block) {
@@ -178,12 +179,11 @@ struct Tile {
     const int64_t share = shares ? kKeyBlock / queries + 1 : 0;
     for (int64_t i = 0, key = std::max(next.low, int64_t{0}); i < queries; ++i) {
       for (const int64_t stop = std::min(next.high, key + share); key < stop; ++key) fetch(next.keys[key], bytes);
-      if (memory.seen[i].any())
-        raise(largest_seen(memory.scores + i * kKeyBlock, memory.seen[i]), memory.sums[i],
-              memory.mixed + i * memory.mixed_row, memory.mixed_row);
+      if (!memory.seen[i].any()) continue;
+      float* scores = memory.scores + i * kKeyBlock;
+      raise(scores, memory.seen[i], memory.sums[i], memory.mixed + i * memory.mixed_row, memory.mixed_row);
+      Arithmetic::soften(scores, memory.sums[i]);
     }
-    for (int64_t i = 0; i < queries; ++i)
-      if (memory.seen[i].any()) Arithmetic::soften(memory.scores + i * kKeyBlock, memory.sums[i]);
     if (!shares) return mix(Arithmetic::scattered(block.values, next.keys, o.size), o.size);
     Arithmetic::fill_panel(block.values, low, high, o.size, memory.values, memory.mixed_row);
     mix(Arithmetic::panel(memory.values, memory.mixed_row), memory.mixed_row);
@@ -247,9 +247,8 @@ struct Tile {
   void attend(const Block* following) const {
     cache();
     load_queries();
-    const float nothing = -std::numeric_limits<float>::infinity();
     const auto size = static_cast<size_t>(memory.mixed_row);
-    std::fill(memory.all_sums, memory.all_sums + queries, Sums{nothing, 0.0f});
+    std::fill(memory.all_sums, memory.all_sums + queries, no_sums());
     std::fill(memory.all_mixed, memory.all_mixed + queries * memory.mixed_row, 0.0f);
     for (int64_t split = earliest / kSplit; split * kSplit <= latest; ++split) {
       if (!sum_split(split, following)) continue;
@@ -273,7 +272,8 @@ struct Tile {
 // How an operation is cut into pieces.
 struct Cut {
   int64_t tiles = 0, splits = 1;  // splits > 1: sums are kept, and joined in a second phase
-  static int64_t kept_floats(const AttentionOp& o) { return TileMemory::kept_floats(o) + kLanes; }
+  // The base and, from the next vectors on, the total and what is mixed.
+  static int64_t kept_floats(const AttentionOp& o) { return TileMemory::kept_floats(o) + 2 * kLanes; }
 
   static int64_t most_splits(const AttentionOp& o, int64_t rows) {
     const int64_t splits = (o.max_context + kSplit - 1) / kSplit;
@@ -352,8 +352,9 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
         if (!tile.sum_split(split, nullptr)) return;
         for (int64_t i = 0; i < tile.queries; ++i) {
           float* to = place(tile, i, split);
-          to[0] = memory.sums[i].largest, to[1] = memory.sums[i].total;
-          std::memcpy(to + kLanes, memory.mixed + i * memory.mixed_row, memory.mixed_row * sizeof(float));
+          to[0] = memory.sums[i].base;
+          spill(to + kLanes, load(memory.sums[i].total));
+          std::memcpy(to + 2 * kLanes, memory.mixed + i * memory.mixed_row, memory.mixed_row * sizeof(float));
         }
       });
     }
@@ -363,14 +364,19 @@ inline void attention_pieces(const AttentionOp& o, const Context& context) {
         for (int64_t i = 0; i < tile.queries; ++i) {
           const Seen seen = memory.limits[i];
           const int64_t first = seen.first / kSplit;
+          const auto kept_sums = [](const float* at) {
+            Sums sums;
+            spill(sums.total, load(at + kLanes)), sums.base = at[0];
+            return sums;
+          };
           float* total = place(tile, i, first);
-          Sums sums{total[0], total[1]};
-          if (!seen.any()) sums = {0.0f, 0.0f}, std::fill(total, total + width, 0.0f);
+          if (!seen.any()) std::fill(total, total + width, 0.0f);
+          Sums sums = kept_sums(total);
           for (int64_t split = first + 1; split * kSplit < seen.stop; ++split) {
             const float* next = place(tile, i, split);
-            join(sums, total + kLanes, {next[0], next[1]}, next + kLanes, memory.mixed_row);
+            join(sums, total + 2 * kLanes, kept_sums(next), next + 2 * kLanes, memory.mixed_row);
           }
-          finish<T, typename Tile<T>::Arithmetic>(sums, total + kLanes, tile.out(i), o.size);
+          finish<T, typename Tile<T>::Arithmetic>(sums, total + 2 * kLanes, tile.out(i), o.size);
         }
       });
     }

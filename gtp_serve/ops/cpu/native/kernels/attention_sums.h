@@ -14,10 +14,18 @@ constexpr int kMostRows = 6;        // queries whose sums are in registers at on
 constexpr int kMostRows = 2;
 #endif
 
-// A row's state so far: `mixed` is the sum of exp(score - largest) * value, `total` that of exp(score - largest).
+// A row's state so far: `mixed` is the sum of exp(score - base) * value, `total` that of exp(score - base).  The base is
+// a score of the row's, and no other lies more than kSlack above it: scaling anew for each larger one takes longer than
+// the powers themselves, and sums of floats are as exact whatever their scale.
+//
+// `total` is the sum over its lanes, which are added up once, at the end.
 struct Sums {
-  float largest, total;
+  alignas(sizeof(Vec)) float total[kLanes];
+  float base;
 };
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+inline Sums no_sums() { return {{}, kNothing}; }
+constexpr float kSlack = 5.5f;  // of natural logarithms: a power is at most 2^8
 
 // Words of 32 bits that a key is turned into, and the floats of a query that meet them.
 template <class T>
@@ -221,52 +229,50 @@ inline void mix_tile(const float* powers, const Values& values, const Seen* seen
     for (int r = 0; r < R; ++r) alone(r, std::max(stop, seen[r].first), seen[r].stop);
 }
 
-// The largest of a row's scores, those of keys that it does not see made -infinity.
-inline float largest_seen(float* scores, Seen seen) {
-  const float nothing = -std::numeric_limits<float>::infinity();
-  for (int64_t key = 0; key < seen.first; ++key) scores[key] = nothing;
-  for (int64_t key = seen.stop; key < kKeyBlock; ++key) scores[key] = nothing;
+// Scores of keys that a row does not see made -infinity, and its sums scaled to the largest of them where that is far
+// above what they are scaled to.
+inline void raise(float* scores, Seen seen, Sums& sums, float* mixed, int64_t size) {
+  for (int64_t key = 0; key < seen.first; ++key) scores[key] = kNothing;
+  for (int64_t key = seen.stop; key < kKeyBlock; ++key) scores[key] = kNothing;
   Vec largest = load(scores);
   for (int at = kLanes; at < kKeyBlock; at += kLanes) largest = max(largest, load(scores + at));
-  return fold_max(largest);
-}
-
-// The row's sums scaled to a new maximum, if it is one.
-inline void raise(float found, Sums& sums, float* mixed, int64_t size) {
-  if (!(found > sums.largest)) return;
-  if (sums.largest > -std::numeric_limits<float>::infinity()) {
-    const float shrink = exp_of_negative(sums.largest - found);
-    sums.total *= shrink;
-    for (int64_t at = 0; at < size; at += kLanes) spill(mixed + at, mul(load(mixed + at), all(shrink)));
+  if (!any_above(largest, sums.base + kSlack)) return;
+  const float found = fold_max(largest);
+  if (sums.base > kNothing) {
+    const Vec shrink = exp_of_small(all(sums.base - found));
+    spill(sums.total, mul(load(sums.total), shrink));
+    for (int64_t at = 0; at < size; at += kLanes) spill(mixed + at, mul(load(mixed + at), shrink));
   }
-  sums.largest = found;
+  sums.base = found;
 }
 
 // Scores to powers.  Where all scores are -infinity every power is 0, whatever is taken away.
 inline void soften(float* scores, Sums& sums) {
-  const Vec base = all(sums.largest > -std::numeric_limits<float>::infinity() ? sums.largest : 0.0f);
-  Vec total = zero();
+  const Vec base = all(sums.base > kNothing ? sums.base : 0.0f);
+  Vec total = load(sums.total);
   constexpr int kTogether = 4;
   for (int at = 0; at < kKeyBlock; at += kTogether * kLanes) {
     Vec powers[kTogether];
-    exp_of_negatives([&](int i) { return sub(load(scores + at + i * kLanes), base); }, powers);
+    exp_of_smalls([&](int i) { return sub(load(scores + at + i * kLanes), base); }, powers);
     GTP_UNROLL
     for (int i = 0; i < kTogether; ++i) {
       spill(scores + at + i * kLanes, powers[i]);
       total = add(total, powers[i]);
     }
   }
-  sums.total += fold_sum(total);
+  spill(sums.total, total);
 }
 
 // Joins the sums of the next split to those of the ones before.
 inline void join(Sums& all_sums, float* all_mixed, const Sums& sums, const float* mixed, int64_t size) {
-  const float nothing = -std::numeric_limits<float>::infinity();
-  const float largest = std::max(all_sums.largest, sums.largest), base = largest > nothing ? largest : 0.0f;
-  const float before = exp_of_negative(all_sums.largest - base), now = exp_of_negative(sums.largest - base);
-  all_sums = {largest, all_sums.total * before + sums.total * now};
-  for (int64_t at = 0; at < size; at += kLanes)
-    spill(all_mixed + at, fma(load(mixed + at), all(now), mul(load(all_mixed + at), all(before))));
+  const float largest = std::max(all_sums.base, sums.base), base = largest > kNothing ? largest : 0.0f;
+  const Vec before = exp_of_small(all(all_sums.base - base)), now = exp_of_small(all(sums.base - base));
+  const auto add_up = [&](float* all, const float* some) {
+    spill(all, fma(load(some), now, mul(load(all), before)));
+  };
+  all_sums.base = largest;
+  add_up(all_sums.total, sums.total);
+  for (int64_t at = 0; at < size; at += kLanes) add_up(all_mixed + at, mixed + at);
 }
 
 // The arithmetic as attention.h uses it, in float32.
@@ -306,7 +312,7 @@ struct ArithmeticOf {
 
 template <class T, class Arithmetic>
 inline void finish(const Sums& sums, const float* mixed, T* out, int64_t size) {
-  const Vec total = all(sums.total);
+  const Vec total = all(fold_sum(load(sums.total)));
   for (int64_t at = 0; at < size; at += kStep<T> * kLanes) {
     float wide[2 * kLanes];
     for (int part = 0; part < kStep<T>; ++part) {

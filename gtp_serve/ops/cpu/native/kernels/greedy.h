@@ -35,7 +35,7 @@ inline void join_blocks(const GreedyOp& o, int64_t row, const Partial* partials)
     std::fill(largest, largest + kLanes, best->largest);
     for (int64_t i = 0; i < std::min<int64_t>(kLanes, blocks - first); ++i)
       largest[i] = partials[first + i].largest, sums[i] = partials[first + i].sum;
-    total = fma(load(sums), exp_of_negative(sub(load(largest), all(best->largest))), total);
+    total = fma(load(sums), exp_of_small(sub(load(largest), all(best->largest))), total);
   }
   o.finite[row] = finite;
   o.token_ids[row] = finite ? best->id : 0;

@@ -21,6 +21,8 @@ inline float fold_max(__m256 x) {
 }
 #endif
 
+// any_above: whether a lane is above a limit.
+//
 // Four columns of 32 bits of kLanes rows: quad() puts rows i, i + 4, ... beside one another, 128 bits of each, so that
 // turning needs no step across those 128 bits.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -30,6 +32,7 @@ inline float fold_sum(Vec x) {
 inline float fold_max(Vec x) {
   return fold_max(_mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
 }
+inline bool any_above(Vec x, float limit) { return _mm512_cmp_ps_mask(x, all(limit), _CMP_GT_OQ) != 0; }
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
   Vec x = _mm512_castps128_ps512(at(0));
@@ -48,6 +51,7 @@ inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), zero());
 }
 #elif defined(__AVX2__) && defined(__FMA__)
+inline bool any_above(Vec x, float limit) { return _mm256_movemask_ps(_mm256_cmp_ps(x, all(limit), _CMP_GT_OQ)) != 0; }
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   const auto at = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
   return _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(4), 1);
@@ -69,6 +73,11 @@ inline float fold_max(Vec x) {
   for (int i = 1; i < kLanes; ++i) largest = x.lane[i] > largest ? x.lane[i] : largest;
   return largest;
 }
+inline bool any_above(Vec x, float limit) {
+  bool found = false;
+  for (int i = 0; i < kLanes; ++i) found |= x.lane[i] > limit;
+  return found;
+}
 inline Vec quad(const uint8_t* const* rows, int64_t offset) {
   Vec x;
   for (int part = 0; part < kLanes / 4; ++part) std::memcpy(x.lane + 4 * part, rows[4 * part] + offset, 16);
@@ -85,10 +94,10 @@ inline Vec zero_where_below(Vec y, Vec x, Vec limit) {
 }
 #endif
 
-// y[i] = e^x(i) for x(i) <= 0, otherwise as exp(): 0 below -87.3, NaN for NaN.  Several at a time, step by step: one
+// y[i] = e^x(i) for x(i) below 88, otherwise as exp(): 0 below -87.3, NaN for NaN.  Several at a time, step by step: one
 // alone would wait for each of its steps.
 template <int N, class F>
-inline void exp_of_negatives(F x, Vec (&y)[N]) {
+inline void exp_of_smalls(F x, Vec (&y)[N]) {
   const Vec lowest = all(-87.33654f);
   Vec n[N], r[N];
   const auto each_one = [](auto f) {
@@ -107,17 +116,11 @@ inline void exp_of_negatives(F x, Vec (&y)[N]) {
   each_one([&](int i) { y[i] = add(fma(mul(r[i], r[i]), y[i], r[i]), all(1.0f)); });
   each_one([&](int i) { y[i] = zero_where_below(scaled_by_power(y[i], n[i]), x(i), lowest); });
 }
-inline Vec exp_of_negative(Vec x) {
+inline Vec exp_of_small(Vec x) {
   Vec y[1];
-  exp_of_negatives([x](int) { return x; }, y);
+  exp_of_smalls([x](int) { return x; }, y);
   return y[0];
 }
-inline float exp_of_negative(float x) {
-  float lane[kLanes];
-  spill(lane, exp_of_negative(all(x)));
-  return lane[0];
-}
-
 // A block of at most `count` rows of `bytes` each, turned: put(word, row, x) is given the word-th 32 bits of the kLanes
 // rows from `row` on.  Rows past `count`, up to the next kLanes, and what is past `bytes`, up to the next 16, is 0.
 template <class F>
