@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--updates", type=int, default=5, help="of each kind")
     parser.add_argument("--quiet-seconds", type=float, default=5.0, help="of decoding before the first update")
+    parser.add_argument("--max-rate", type=int, help="bytes a second that updates from disk may read")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.process:
@@ -70,7 +71,7 @@ def main() -> int:
             processes = [start_process(rank, url, ckpt, Path(folder)) for rank in range(3)]
             for process in processes:
                 hear(process)
-            measure(url, ckpt, processes, args.streams, args.updates, args.quiet_seconds)
+            measure(url, ckpt, processes, args.streams, args.updates, args.quiet_seconds, args.max_rate)
         finally:
             for process in [*processes, server]:
                 process.kill()
@@ -110,7 +111,13 @@ def ready(server: subprocess.Popen[str]) -> str:
 
 
 def measure(
-    url: str, ckpt: Path, processes: list[subprocess.Popen[str]], streams: int, updates: int, quiet: float
+    url: str,
+    ckpt: Path,
+    processes: list[subprocess.Popen[str]],
+    streams: int,
+    updates: int,
+    quiet: float,
+    max_rate: int | None,
 ) -> None:
     """Undisturbed, from disk, over gloo; printed."""
     load = Streams(url, streams)
@@ -126,7 +133,7 @@ def measure(
     print(f"{'undisturbed':12s} {alone.rate:.1f} tok/s, {streams} streams, step {1e3 * step:.1f} ms")
 
     bare = statistics.median(size / read(files) for _ in range(updates))
-    report("disk", load, step, alone.rate, bare, size, [push_disk(url, ckpt, n) for n in range(updates)])
+    report("disk", load, step, alone.rate, bare, size, [push_disk(url, ckpt, n, max_rate) for n in range(updates)])
     bare = statistics.median(size / raw_gloo(processes, size) for _ in range(updates))
     report("gloo", load, step, alone.rate, bare, size, [push_gloo(processes, n) for n in range(updates)])
     load.end()
@@ -154,9 +161,10 @@ def report(
     )
 
 
-def push_disk(url: str, ckpt: Path, number: int) -> dict[str, Any]:
+def push_disk(url: str, ckpt: Path, number: int, max_rate: int | None) -> dict[str, Any]:
     """The record of one update."""
-    body = {"version": f"disk-{number}", "source": {"kind": "disk", "path": str(ckpt.absolute())}, "wait": True}
+    source = {"kind": "disk", "path": str(ckpt.absolute()), "max_bytes_per_second": max_rate}
+    body = {"version": f"disk-{number}", "source": source, "wait": True}
     request = urllib.request.Request(
         f"{url}/weights/updates", json.dumps(body).encode(), {"content-type": "application/json"}
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gtp_serve.config import EngineConfig, ModelConfig
 from gtp_serve.engine.capture import Capture
-from gtp_serve.engine.engine import Engine
+from gtp_serve.engine.engine import Engine, to_stderr
 from gtp_serve.engine.graphs import DecodeGraphs, Together, alone, build_graphs, refusal
 from gtp_serve.engine.runner import ForwardPass, ModelRunner
 from gtp_serve.engine.step import StepPlan
@@ -231,7 +231,7 @@ def with_graphs(
     """
     if capture is None and not captures_steps(config, decoder):
         return decoder, lambda: None
-    graphs = build_graphs(decoder, pool, config, capture, together)
+    graphs = build_graphs(decoder, pool, config, capture, together, log=to_stderr)
 
     def capture_one() -> None:
         graphs.capture_next()

@@ -32,7 +32,8 @@ MAX_FAILED_STEPS = 3
 """Steps in a row that may raise; the last of them is fatal."""
 
 
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
+    """Let whoever watches this process read it."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -63,7 +64,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] | None = None,
-        log: Callable[[str], None] = _to_stderr,
+        log: Callable[[str], None] = to_stderr,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config

@@ -74,6 +74,7 @@ class DecodeGraphs:
     :param together: see ``Together``.  Every rank captures the same sizes in the same order, and rank 0 says which
         of them a step runs in: it does ``choose``, the others ``run``.
     :param prompts: takes what fits no bucket, once it is recorded: last.
+    :param log: told what could not be captured, since all goes on without it, only slower.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class DecodeGraphs:
         max_blocks: int,
         together: Together = alone,
         prompts: RecordedPrompts | None = None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._log = log
         self._model, self._pool, self._capture, self._together = model, pool, capture, together
         self._prompts, self._unrecorded = prompts, prompts
         self._device = pool.keys[0].device
@@ -124,6 +127,9 @@ class DecodeGraphs:
         if failure:
             self._buckets.pop(size, None)
             self.failures[size] = failure
+            self._log(
+                f"steps of {size} sequences could not be captured and run in a larger bucket or eagerly: {failure}"
+            )
         return True
 
     def _record_prompts(self) -> bool:
@@ -135,6 +141,7 @@ class DecodeGraphs:
             prompts.record()
         except Exception as error:  # eager steps go on
             self.prompts_failure = _words(error)
+            self._log(f"steps with prompts could not be recorded and run eagerly: {self.prompts_failure}")
         return True
 
     @torch.inference_mode()
@@ -288,11 +295,12 @@ def build_graphs(
     config: EngineConfig,
     capture: Capture | None = None,
     together: Together = alone,
+    log: Callable[[str], None] = lambda text: None,
 ) -> DecodeGraphs:
     """Nothing captured yet.
 
     :param capture: by default programs of the decoder's own ops where these record steps, else CUDA graphs.
-    :param together: see ``DecodeGraphs``.
+    :param together: see ``DecodeGraphs``, as for ``log``.
     :raises UsageError: the decoder cannot be captured (see ``refusal``).
     """
     if capture is None and (reason := refusal(decoder, config)) is not None:
@@ -321,4 +329,5 @@ def build_graphs(
         max_blocks=max_blocks,
         together=together,
         prompts=prompts,
+        log=log,
     )

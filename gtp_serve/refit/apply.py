@@ -5,9 +5,12 @@ Threads read and copy side by side (both let go of the interpreter's lock).  A t
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock
 
@@ -30,6 +33,10 @@ _BATCHES_PER_THREAD = 12
 #: Under a limit on bytes per second, a piece is what may be read in this time: no thread then waits long.
 PACED_SECONDS = 0.05
 MIN_PACED_BYTES = 64 << 10
+#: Threads that work in the background have what others leave of a core.  Where that is less than so many bytes a second
+#: after the first moment, as many threads more join them that take their share.
+LEAST_IDLE_RATE = 256 << 20
+_IDLE_SECONDS = 0.5
 #: How often progress is told.  A worker that told each piece itself would wake this thread on a worker's core.
 _TELL_SECONDS = 0.05
 
@@ -64,6 +71,7 @@ def apply_plan(
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     max_bytes_per_second: int | None = None,
+    background: bool = False,
 ) -> int:
     """Fill ``targets`` as ``plan`` says; padding becomes zero, dtypes convert by value.
 
@@ -72,6 +80,7 @@ def apply_plan(
     :param targets: in the order of ``plan.want``.
     :param progress: called from this thread with each number of source bytes that has been copied.
     :param max_bytes_per_second: of the source, over all threads.
+    :param background: as well as threads that do other work allow.
     :return: bytes read from the source.
     :raises LayoutMismatch: before anything is written, when source or targets are not those of the plan.
     :raises CheckpointCorrupt: when a shard's bytes are not there; targets are then partly written.
@@ -96,11 +105,12 @@ def apply_plan(
         writer = ViewWriter(source, plan, tensors, uses)
         work = _Work(_units(plan, sizes, limit), writer, pace)
     threads = min(threads, 1 + sum(sizes) // limit)
-    if threads == 1 and progress is None:  # a thread more would be one to wait for
+    if threads == 1 and progress is None and not background:  # a thread more would be one to wait for
         done = deque[int]()
         work.drain(done)
         return sum(done)
-    return _run(work, threads, progress)
+    least = None if not background else min(LEAST_IDLE_RATE, (pace.rate or 2 * LEAST_IDLE_RATE) // 2)
+    return _run(work, threads, progress, least)
 
 
 def _check_parties(plan: RefitPlan, source: WeightSource, targets: Sequence[Target]) -> None:
@@ -171,14 +181,36 @@ class _Work:
             return next(self._units, None)
 
 
-def _run(work: _Work, threads: int, progress: Callable[[int], None] | None) -> int:
+def _stand_back() -> None:
+    """Let this thread run only while no other wants the core."""
+    with suppress(AttributeError, OSError):  # not everywhere, and not always allowed
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _begin(
+    work: _Work, done: deque[int], threads: int, pools: ExitStack, first: Callable[[], None] | None = None
+) -> list[Future[None]]:
+    """So many threads at work, each of which calls ``first`` before."""
+    pool = pools.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="refit", initializer=first))
+    return [pool.submit(work.drain, done) for _ in range(threads)]
+
+
+def _run(work: _Work, threads: int, progress: Callable[[int], None] | None, least: int | None) -> int:
+    """Have the work done.
+
+    :param least: bytes a second that threads in the background do, or others join them; None: there are none such.
+    """
     done: deque[int] = deque()
-    total = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="refit") as pool:
-        running: set[Future[None]] = {pool.submit(work.drain, done) for _ in range(threads)}
-        futures = tuple(running)
+    total, began = 0, time.monotonic()
+    with ExitStack() as pools:
+        futures = _begin(work, done, threads, pools, None if least is None else _stand_back)
+        running = set(futures)
         try:
             while running or done:
+                if running and least is not None and total < least * (time.monotonic() - began - _IDLE_SECONDS):
+                    futures += _begin(work, done, threads, pools)
+                    running.update(futures[threads:])
+                    least = None
                 running = wait(running, _TELL_SECONDS).not_done
                 while done:
                     copied = done.popleft()

@@ -248,7 +248,13 @@ class Staging:
             with self._phase("transfer", "copying"):
                 self._touch()
                 return apply_plan(
-                    plan, source, targets, threads=self.threads, progress=advance, max_bytes_per_second=rate
+                    plan,
+                    source,
+                    targets,
+                    threads=self.threads,
+                    progress=advance,
+                    max_bytes_per_second=rate,
+                    background=self.order.memory != "inplace",
                 )
         finally:
             source.close()

@@ -233,11 +233,13 @@ def test_where_it_cannot_be_recorded_eager_steps_go_on() -> None:
     assert ops.recorder is not None
     prompts = RecordedPrompts(decoder, pool, ops.recorder, tokens=TOKENS, sequences=SEQUENCES, max_blocks=TABLE)
     capture = NativeCapture(ops.recorder, DENSE.vocab_size)
-    graphs = DecodeGraphs(decoder, pool, capture, sizes=[2], max_blocks=TABLE, prompts=prompts)
+    told: list[str] = []
+    graphs = DecodeGraphs(decoder, pool, capture, sizes=[2], max_blocks=TABLE, prompts=prompts, log=told.append)
     assert graphs.capture_next()
     with patch.object(decoder, "hidden", side_effect=MemoryError("none for 40 tokens")):
         assert graphs.capture_next()
     assert graphs.prompts_failure == "MemoryError: none for 40 tokens"
+    assert told == ["steps with prompts could not be recorded and run eagerly: MemoryError: none for 40 tokens"]
     assert not graphs.capture_next()
     batch = batch_of([(0, 0, 6)], TABLE)
     assert torch.equal(run(graphs, pool, batch), run(decoder, pool, batch))

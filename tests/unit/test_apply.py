@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from gtp_serve.errors import CheckpointCorrupt, LayoutMismatch, UsageError
 from gtp_serve.layout.spans import Box, Shape, Shard, Span
 from gtp_serve.refit import apply
 from gtp_serve.refit.apply import Target, apply_plan, dtype_name
-from gtp_serve.refit.plan import build_plan
+from gtp_serve.refit.plan import Copy, build_plan
+from gtp_serve.refit.writers import ViewWriter
 
 
 class MemorySource:
@@ -164,6 +167,44 @@ def test_short_bytes_are_refused_and_name_the_shard() -> None:
     source = MemorySource([(whole("a", A), A), (whole("b", B), B[:3])])
     with pytest.raises(CheckpointCorrupt, match="b: 48 bytes are there where 64 were needed"):
         run(source, [fused()], SHAPES)
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, background: bool, idle_wait: threading.Event | None) -> Counter[int]:
+    """Pieces that threads of each scheduling policy wrote; those in the background wait for the others', if told to."""
+    monkeypatch.setattr(apply, "PIECE_BYTES", 100)
+    policies, write = Counter[int](), ViewWriter.write
+
+    def noting(self: ViewWriter, unit: list[Copy]) -> None:
+        policy = os.sched_getscheduler(0)
+        policies[policy] += 1
+        if idle_wait is not None and policy == os.SCHED_IDLE:
+            assert idle_wait.wait(20)
+        elif idle_wait is not None:
+            idle_wait.set()
+        write(self, unit)
+
+    monkeypatch.setattr(ViewWriter, "write", noting)
+    tensor, out = numbers(101, 7), torch.empty(101, 7)
+    source, box = MemorySource([(whole("w", tensor), tensor)]), Box.whole((101, 7))
+    targets = [target("w", out, Span("w", box, box))]
+    plan = build_plan(source.shards(), [t.shard for t in targets], {"w": (101, 7)})
+    assert apply_plan(plan, source, targets, threads=1, progress=lambda _: None, background=background) == 1414
+    assert torch.equal(out, tensor.float())
+    return policies
+
+
+def test_background_threads_run_only_while_no_other_wants_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = os.sched_getscheduler(0)
+    assert set(in_pieces(monkeypatch, True, None)) == {os.SCHED_IDLE}
+    assert os.sched_getscheduler(0) == mine
+    assert set(in_pieces(monkeypatch, False, None)) == {mine}
+
+
+def test_others_join_background_threads_that_get_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "_IDLE_SECONDS", 0.1)
+    policies = in_pieces(monkeypatch, True, threading.Event())
+    assert policies[os.SCHED_IDLE] >= 1
+    assert policies[os.sched_getscheduler(0)] >= 1
 
 
 def test_a_failing_read_ends_all_threads_with_its_error() -> None:

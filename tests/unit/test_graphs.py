@@ -282,11 +282,13 @@ def test_a_size_that_cannot_be_captured_is_left_out_and_said() -> None:
             return EagerStep(step, output)
 
     pool = filled_pool()
-    graphs = DecodeGraphs(make_decoder(), pool, SmallMemory(), sizes=(1, 2, 4), max_blocks=TABLE)
+    told: list[str] = []
+    graphs = DecodeGraphs(make_decoder(), pool, SmallMemory(), sizes=(1, 2, 4), max_blocks=TABLE, log=told.append)
     while graphs.capture_next():
         pass
     assert graphs.captured == [1, 2]
     assert graphs.failures == {4: "OutOfMemoryError: no memory for 4 rows"}
+    assert [text.partition(" could")[0] for text in told] == ["steps of 4 sequences"]
     graphs.forward(decode_batch(3), pool.keys, pool.values)
     assert graphs.ran_eagerly == 1
     assert graphs.addresses.register() > 4
