@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections import Counter
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -169,18 +170,20 @@ def test_short_bytes_are_refused_and_name_the_shard() -> None:
         run(source, [fused()], SHAPES)
 
 
-def in_pieces(monkeypatch: pytest.MonkeyPatch, background: bool, idle_wait: threading.Event | None) -> Counter[int]:
-    """Pieces that threads of each scheduling policy wrote; those in the background wait for the others', if told to."""
+def in_pieces(monkeypatch: pytest.MonkeyPatch, background: bool, others: threading.Event | None) -> dict[int, int]:
+    """The scheduling policy of each thread that wrote a piece; those in the background wait for the others, if told to,
+    and these are slow then.
+    """
     monkeypatch.setattr(apply, "PIECE_BYTES", 100)
-    policies, write = Counter[int](), ViewWriter.write
+    policies, write = dict[int, int](), ViewWriter.write
 
     def noting(self: ViewWriter, unit: list[Copy]) -> None:
-        policy = os.sched_getscheduler(0)
-        policies[policy] += 1
-        if idle_wait is not None and policy == os.SCHED_IDLE:
-            assert idle_wait.wait(20)
-        elif idle_wait is not None:
-            idle_wait.set()
+        policy = policies[threading.get_ident()] = os.sched_getscheduler(0)
+        if others is not None and policy == os.SCHED_IDLE:
+            assert others.wait(20)
+        elif others is not None:
+            others.set()
+            time.sleep(0.2)
         write(self, unit)
 
     monkeypatch.setattr(ViewWriter, "write", noting)
@@ -195,16 +198,19 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch, background: bool, idle_wait: thre
 
 def test_background_threads_run_only_while_no_other_wants_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = os.sched_getscheduler(0)
-    assert set(in_pieces(monkeypatch, True, None)) == {os.SCHED_IDLE}
+    assert list(in_pieces(monkeypatch, True, None).values()) == [os.SCHED_IDLE]
     assert os.sched_getscheduler(0) == mine
-    assert set(in_pieces(monkeypatch, False, None)) == {mine}
+    assert list(in_pieces(monkeypatch, False, None).values()) == [mine]
 
 
 def test_others_join_background_threads_that_get_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(apply, "LEAST_IDLE_RATE", 1 << 40)
+    begin = Mock(wraps=apply._begin)
+    monkeypatch.setattr(apply, "_begin", begin)
     policies = in_pieces(monkeypatch, True, threading.Event())
-    assert policies[os.SCHED_IDLE] >= 1
-    assert policies[os.sched_getscheduler(0)] >= 1
+    assert sorted(policies.values()) == sorted([os.SCHED_IDLE, os.sched_getscheduler(0)])
+    assert begin.call_count == 2  # they join once
 
 
 def test_a_failing_read_ends_all_threads_with_its_error() -> None:

@@ -212,17 +212,18 @@ def test_rate_of_a_disk_order_is_kept(rank: Rank) -> None:
 
 @pytest.mark.parametrize(("memory", "added"), [("staged", 7), ("inplace", 0)])
 def test_staging_beside_decoding_steps_back_from_the_processor(rank: Rank, memory: str, added: int) -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def look(number: int) -> None:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        seen.append((niceness, os.sched_getscheduler(0) == os.SCHED_IDLE))
 
     rank.disk["u"] = lambda: SourceWith(random_tensors(SMALL, 2), look)
     rank.stage("u", DiskOrder(path="u"), memory=memory)
     assert rank.vote("u").error is None
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert set(seen) == {min(19, own + added)}
+    assert set(seen) == {(min(19, own + added), memory == "staged")}
 
 
 # -- what is wrong with weights --------------------------------------------------------------------
