@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -138,7 +138,8 @@ def test_what_only_rank_0_wants_makes_all_ranks_run_eagerly(tmp_path: Path, monk
         rank0.runner.forward(plan_of(0, (0, [3, 7]), (0, [9])))
         decode = plan_of(1, (2, [4]), (1, [5]))
         routes: list[torch.Tensor] = []
-        eager = rank0.runner.forward(decode, Taps(routes=routes)).clone()
+        routed = replace(decode, items=tuple(replace(item, routes=True) for item in decode.items))
+        eager = rank0.runner.forward(routed, Taps(routes=routes)).clone()
         replayed = rank0.runner.forward(decode).clone()
         steps = rank0.lines("step")
     assert steps == ["None", "None", "2"]

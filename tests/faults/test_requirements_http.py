@@ -225,18 +225,22 @@ def test_h6_what_clients_choose_leaves_nothing_behind() -> None:
             re.purge()
             gc.collect()
 
+        most = 64 * len(CHOSEN) * DISTINCT
         await round_of(0, 10)
         series = len((await server.http.get("/metrics")).text.splitlines())
         await round_of(1_000_000, 10)
         tracemalloc.start()
         try:
             await round_of(2_000_000, 10)
-            before = tracemalloc.get_traced_memory()[0]
-            await round_of(3_000_000, DISTINCT)
-            grown = tracemalloc.get_traced_memory()[0] - before
+            held = [tracemalloc.get_traced_memory()[0]]
+            # What is kept is there after each round.  Timers that were cancelled come and go, and a cache of bounded
+            # size grows until all that is in it has been traced.
+            while len(held) < 10 and (len(held) == 1 or held[-1] - held[-2] > most):
+                await round_of((2 + len(held)) * 1_000_000, DISTINCT)
+                held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        assert grown < 64 * len(CHOSEN) * DISTINCT + 20_000, "more than 64 bytes kept for each request"
+        assert held[-1] - held[-2] <= most, "more than 64 bytes kept for each request"
         assert len((await server.http.get("/metrics")).text.splitlines()) == series
         assert server.state.rids == frozenset()
         assert server.state.num_calls == 0
