@@ -33,8 +33,8 @@ _BATCHES_PER_THREAD = 12
 #: Under a limit on bytes per second, a piece is what may be read in this time: no thread then waits long.
 PACED_SECONDS = 0.05
 MIN_PACED_BYTES = 64 << 10
-#: Threads that work in the background have what others leave of a core.  Where that is less than so many bytes a second
-#: after the first moment, as many threads more join them that take their share.
+#: Bytes a second: where threads in the background, which have what others leave of a core, copy less than that after
+#: the first _IDLE_SECONDS, as many threads more join them that take their share.
 LEAST_IDLE_RATE = 256 << 20
 _IDLE_SECONDS = 0.5
 #: How often progress is told.  A worker that told each piece itself would wake this thread on a worker's core.
@@ -80,7 +80,8 @@ def apply_plan(
     :param targets: in the order of ``plan.want``.
     :param progress: called from this thread with each number of source bytes that has been copied.
     :param max_bytes_per_second: of the source, over all threads.
-    :param background: as well as threads that do other work allow.
+    :param background: copy only while no other thread wants the core, so that steps go on (on Linux; LEAST_IDLE_RATE
+        bounds how slow that may be).
     :return: bytes read from the source.
     :raises LayoutMismatch: before anything is written, when source or targets are not those of the plan.
     :raises CheckpointCorrupt: when a shard's bytes are not there; targets are then partly written.
